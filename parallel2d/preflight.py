@@ -107,8 +107,10 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
         f"--largest-mib={given.largest_mib:g} must be from 0.0625 to 1024": (
             0.0625 <= given.largest_mib <= 1024
         ),
-        "--self-check has no --write, no --json": not given.self_check
-        or not (given.write or given.json),
+        "--self-check has no --json": not given.self_check or not given.json,
+        f"--self-check --write={given.write} adds to a cluster file, and there is none; write it "
+        "first, without --self-check": not (given.self_check and given.write)
+        or os.path.exists(path),
         "--only needs --self-check": given.self_check or not given.only,
     }
     if not all(is_fine.values()):
@@ -142,7 +144,8 @@ def _check_training(words: Sequence[str], given: argparse.Namespace, config: Tra
         code = 1
         print(f" FAILED: {for_terminal(error)}", flush=True)  # ends the row of the check
     if config.launch.nnodes == 1:
-        passed = check_runs(chosen_checks(given.only), workers_per_node(config.launch))
+        ranks = workers_per_node(config.launch)
+        passed = check_runs(chosen_checks(given.only), ranks, given.write)
         code = max(code, int(not passed))
     print("self-check: FAILED" if code else "self-check: no check failed", flush=True)
     return code

@@ -26,6 +26,8 @@ from parallel2d.launching.shared_job import forget_run, recording_steps, share_j
 from parallel2d.training.run_directory.end import summarize
 from parallel2d.training.run_directory.start import discard_pending, read_segments
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
     from parallel2d.instruments.parity_check.parity_report import ParityReport
@@ -118,11 +120,11 @@ def _sizes_with_missing_nodes(
 
     Otherwise None.
     """
-    from parallel2d.base.device import accelerator_type
+    from parallel2d.launching import replica_loss
     from parallel2d.parallel.mesh_sizes import resolve_mesh
 
     needs_all = config.strategy.placement.splits_updates
-    if accelerator_type() != "cpu" or needs_all or not _survives(config, identity):
+    if needs_all or not replica_loss.choose(config, identity).continues:
         return None
     shape = resolve_mesh(config, Topology.equal_hosts(nodes, local))
     divides = shape.replicate > 1 and shape.replicate % nodes == 0
@@ -132,13 +134,16 @@ def _sizes_with_missing_nodes(
 def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
-    from parallel2d.launching import rank_signals
+    from parallel2d.launching import rank_signals, replica_loss
     from parallel2d.training.device_defaults import resolved_on_ranks
 
     rank_signals.listen()
     _log_to(job.run_dir, identity)
     settings = job.config.launch
-    together = identity.world_size if _survives(job.config, identity) else None
+    policy = replica_loss.choose(job.config, identity)
+    if policy.reason and identity.rank == 0:
+        log.warning("%s", policy.reason)
+    together = identity.world_size if policy.continues else None
     if job.sizes is not None:
         world_size = math.prod(job.sizes.values())
         identity = dataclasses.replace(identity, world_size=world_size)
@@ -149,6 +154,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         host_id=settings.host_id,
         first_timeout_s=settings.longest_wait,
         together=together,
+        replica_backend=policy.backend,
     ) as runtime:
         # Inside the process group, so that nothing waits for peers on the way out.
         with failures_reported_once(identity, store, job.run_dir):
@@ -165,12 +171,6 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
                 raise
     forget_run(identity)
     return settings.requeue_exit_code if stopped else 0
-
-
-def _survives(config: TrainConfig, identity: RankIdentity) -> bool:
-    """Return True if the other replicas continue when a replica fails: the launcher restarts it."""
-    starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return starts_again and identity.launcher in ("self", "nodes") and config.replicas_survive
 
 
 def _certify(job: Job, runtime: Runtime) -> ParityReport | None:

@@ -62,39 +62,39 @@ def uses():
     return found
 
 
-def rooms():
-    """Rooms in the order in which the page has them; each may import those after it."""
-    page = [room for entries in layers(PAGE.read_text()).values() for room, _ in entries]
-    return [room.removesuffix("/").removesuffix(".py").replace("/", ".") for room in page]
+def packages():
+    """Packages in the order of the page; each may import the packages after it."""
+    page = [package for entries in layers(PAGE.read_text()).values() for package, _ in entries]
+    return [package.removesuffix("/").removesuffix(".py").replace("/", ".") for package in page]
 
 
-def room_of(module):
-    """The room of the page that a module is in: a file or a folder of one of the five folders, one
-    of those as a whole, or a command. A folder's own `__init__` is as low as its lowest room."""
+def package_of(module):
+    """The package of the page that contains a module: a file or a folder of one of the five folders, one
+    of these folders, or a command. The `__init__` of a folder is as low as its lowest package."""
     words = module.split(".")[1:]
     known = [".".join(words[:length]) for length in (2, 1)]
-    # A module of a folder that the page does not list is its own room, which a test then misses.
+    # A module of a folder that the page does not list is its own package, which a test then misses.
     unlisted = known[0] if words[0] in FOLDERS else known[-1]
-    return next((name for name in known if name in rooms()), unlisted)
+    return next((name for name in known if name in packages()), unlisted)
 
 
-# They hold rooms; `__init__` is a docstring.
+# They hold packages; `__init__` is a docstring.
 FOLDERS = {"base", "parallel", "training", "instruments"}
 
 
 def test_architecture_page_names_every_package_once():
-    found = {room_of(name) for name in MODULES if "." in name}
-    assert sorted(rooms()) == sorted(found - {"conf"} - FOLDERS)
+    found = {package_of(name) for name in MODULES if "." in name}
+    assert sorted(packages()) == sorted(found - {"conf"} - FOLDERS)
 
 
 def test_imports_point_down_or_to_the_right():
-    place = {room: number for number, room in enumerate(rooms())}
+    place = {package: number for number, package in enumerate(packages())}
     wrong = [
         f"{module} imports {target}"
         for module, targets in uses().items()
         for target in targets
-        if not {room_of(module), room_of(target)} & {"conf", *FOLDERS}
-        and place[room_of(module)] > place[room_of(target)]
+        if not {package_of(module), package_of(target)} & {"conf", *FOLDERS}
+        and place[package_of(module)] > place[package_of(target)]
     ]
     assert not wrong
 

@@ -1,5 +1,6 @@
 """States in memory leave a sharded model, whole or in parts, and come back; and what a rank holds meanwhile."""
 
+import copy
 import weakref
 from collections import Counter
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from training import build_llama, optimizer_of, whole
+from workers import refusal
 
 from parallel2d import (
     CheckpointConfig,
@@ -30,6 +32,7 @@ from parallel2d import (
     save_full,
     sharded_modules,
     sharded_state,
+    summon_full_params,
 )
 from parallel2d.base.config import OPTIMIZERS
 from parallel2d.base.errors import ConfigError
@@ -324,6 +327,56 @@ def test_invalid_state_is_refused_before_any_tensor_is_written():
         full_state(model, key_by="number")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="names must give"):
         rekey_optimizer_state(optimizer.state_dict(), key="name", names=["norm.weight"])
+
+
+class Halves(nn.Module):
+    """Its state dict has a fused weight in two halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = nn.Parameter(torch.arange(8.0).view(4, 2))
+        self.register_state_dict_post_hook(self.divide)
+        self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def divide(_module, state, prefix, _metadata):
+        state[f"{prefix}one"], state[f"{prefix}two"] = state.pop(f"{prefix}fused").chunk(2)
+
+    @staticmethod
+    def join(_module, state, prefix, *_):
+        state[f"{prefix}fused"] = torch.cat(
+            [state.pop(f"{prefix}{half}") for half in ("one", "two")]
+        )
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return 1
+
+
+def refused_states(folder):
+    mesh = build_mesh(MeshSpec(), "zero3")
+    plain = nn.Sequential(Halves(), nn.Linear(2, 2))
+    hooked = parallelize(copy.deepcopy(plain), mesh, ParallelConfig("zero3"), broadcast_from=0)
+    extra = parallelize(nn.Sequential(Extra(2, 2)), mesh, ParallelConfig("zero3"), broadcast_from=0)
+    with summon_full_params(hooked, writeback=False):
+        names = list(hooked.state_dict())
+    told = [
+        refusal(full_state, hooked),
+        refusal(load_full_state, hooked, None, {"model": plain.state_dict()}),
+        refusal(full_state, extra),
+        refusal(Checkpointer, CheckpointConfig(), folder, mesh, extra, None),
+    ]
+    return told, names == list(plain.state_dict())
+
+
+def test_state_dict_hooks_and_extra_state_are_refused_by_name(ranks, tmp_path):
+    for told, are_equal in ranks.run(2, refused_states, tmp_path):
+        assert told[0].startswith("full_state: 0 has a state dict hook")
+        assert "0 has a state dict hook, which is not called" in told[1]
+        assert told[2].startswith("full_state: 0 has extra state (get_extra_state)")
+        assert told[3].startswith("Checkpointer: 0 has extra state")
+        assert are_equal
 
 
 def scaled(value):

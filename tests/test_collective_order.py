@@ -18,9 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from workers import TIMEOUT, Pools, logged
 
+import parallel2d
 from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, parallelize
+from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.exchange import all_gather, shared_memory
-from parallel2d.parallel.parallelize.collective_order import CollectiveOrder, _orders
+from parallel2d.parallel.parallelize.collective_order import (
+    _POINTS_OF_MODELS,
+    CollectiveOrder,
+    _leave,
+    _orders,
+)
 from parallel2d.parallel.parallelize.reduce_scatter import OrderedAllGather
 
 BLOCKS = 8
@@ -125,6 +132,82 @@ def _slow_between_its_entry_and_its_collective():
 def test_slow_rank_is_waited_for_after_its_entry_was_compared(ranks):
     for message in ranks.run(2, _slow_between_its_entry_and_its_collective):
         assert message.startswith("rank 1 gathers block2 while rank 0 of the same shard group")
+
+
+class Reversed(nn.Module):
+    """Blocks of equal size that run in another order than they are registered in."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        for number, block in enumerate(self.blocks):
+            nn.init.constant_(block.weight, number)
+
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = torch.tanh(block(x))
+        return x
+
+
+def _shows_whole(model):
+    with parallel2d.summon_full_params(model):
+        pass
+
+
+POINTS = {
+    "gathers a state": lambda model, saver: parallel2d.save_full(saver.path, model),
+    "loads a state": lambda model, _: parallel2d.load_full_state(model, None, None),
+    "gathers whole parameters for a moment": lambda model, _: _shows_whole(model),
+    "saves or restores a checkpoint": lambda _, saver: saver.save_if_due(1, {}, last=True),
+    "calls parallel2d.reduce": lambda *_: parallel2d.reduce(torch.ones(())),
+    "calls parallel2d.barrier": lambda *_: parallel2d.barrier("after an evaluation"),
+    "leaves the process group": lambda *_: _leave(),
+}
+
+
+def _uneven_evaluation(strategy, spec, point, folder):
+    """Rank 3 has one batch more than the others before they come to ``point``."""
+    mesh = build_mesh(spec, strategy)
+    model = parallelize(Reversed(), mesh, ParallelConfig(strategy))
+    saver = parallel2d.Checkpointer(CheckpointConfig(), folder, mesh, model, None)
+    saver.path = folder / "x.pt"
+    begun, message = time.monotonic(), ""
+    with torch.no_grad(), logged("parallel2d", logging.ERROR) as said:
+        try:
+            for _ in range(3 if dist.get_rank() == 3 else 2):
+                model(torch.ones(4, 8))
+            POINTS[point](model, saver)
+        except ConfigError as error:
+            message = str(error)
+    assert time.monotonic() - begun < SOON_S
+    assert not list(folder.rglob("*.pt")) + list(folder.rglob("step-*"))
+    dist.barrier()
+    order = _orders[mesh.get_group("shard")]
+    if not order.others_agree:
+        order.acknowledge()
+    state = parallel2d.full_state(model, rank0_only=False)["model"]
+    assert [state[f"blocks.{number}.weight"].unique().tolist() for number in range(3)] == [
+        [0],
+        [1],
+        [2],
+    ]
+    return message or "".join(said)
+
+
+HYBRID = ("hybrid", MeshSpec(replicate=2, shard=2))
+CASES = [("zero3", MeshSpec(replicate=1, shard=4), point) for point in POINTS]
+CASES += [(*HYBRID, point) for point in POINTS if point in _POINTS_OF_MODELS]
+
+
+@pytest.mark.parametrize(("strategy", "spec", "point"), CASES)
+def test_a_rank_with_one_batch_more_is_named_at_the_next_point(
+    ranks, tmp_path, strategy, spec, point
+):
+    messages = ranks.run(4, _uneven_evaluation, strategy, spec, point, tmp_path)
+    assert f" {point}" in messages[3]
+    assert re.search(r"rank 3 (of the same shard group )?gathers", messages[3])
+    if point in _POINTS_OF_MODELS:
+        assert len(set(messages)) == 1
 
 
 CALLS = {"open", "fcntl.flock", "fcntl.fcntl", "fcntl.lockf", "fcntl.ioctl"}

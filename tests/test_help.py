@@ -57,7 +57,7 @@ def test_help_of_key_has_type_constraint_choices_readers_and_default():
     }.items():
         assert found["", key].allowed == allowed
     assert found["custom", "model.target"].default == REQUIRED
-    assert found["", "sync.delay"].text.startswith("diloco: Steps that")
+    assert found["", "sync.delay"].text.startswith("diloco: Steps of training")
     assert found["", "optimizer.betas"].text.startswith("adamw, adam, muon: Decay")
     assert found["", "sync.name"].text == "Set by the group: sync=diloco"
 

@@ -118,19 +118,19 @@ def test_planned_memory_and_bytes_equal_the_real_model(case):
     ("strategy", "sizes", "name"),
     [("hybrid_full", (3, 2, 1), "odd"), ("hybrid", (1, 3, 4), "llama")],
 )
-def test_planned_peak_rank_has_the_most_memory(strategy, sizes, name):
+def test_no_rank_exceeds_the_peak_memory_rank(strategy, sizes, name):
     config = ParallelConfig(strategy)
     layout = layout_of(MODELS[name](), sizes, config)
-    fullest = state_bytes(layout)
+    largest = state_bytes(layout)
     totals = []
     for rank in range(layout.shape.world_size):
         states = measured(MODELS[name](), sizes, config, ADAMW, rank=rank).states
-        pairs = zip(dataclasses.astuple(states), dataclasses.astuple(fullest), strict=True)
+        pairs = zip(dataclasses.astuple(states), dataclasses.astuple(largest), strict=True)
         assert all(real <= computed for real, computed in pairs)
         totals.append(states.total)
-    assert max(totals) == fullest.total
+    assert max(totals) == largest.total
     # The sizes are not divided: without that this test would compare equal ranks.
-    assert min(totals) < fullest.total
+    assert min(totals) < largest.total
 
 
 def test_planning_next_to_a_process_group_is_refused():

@@ -59,7 +59,7 @@ def test_plan_over_the_memory_limit_names_both_numbers(capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.match(
-        r"parallel2d: does not fit: the fullest rank needs \d+\.\d\d of \d+\.\d\d MiB at its peak; shard over",
+        r"parallel2d: does not fit: the peak-memory rank needs \d+\.\d\d of \d+\.\d\d MiB at its peak; shard over",
         error,
     )
 
@@ -69,7 +69,7 @@ def test_plan_without_peak_compares_the_states_with_the_memory():
     found = cost_of(config)
     assert "at its peak" in shortage(config, found)
     unknown = dataclasses.replace(found, predicted="it is not known")
-    assert "buffers alone" in shortage(config, unknown)
+    assert "buffers, without activations" in shortage(config, unknown)
     config.cluster.device.memory_gib = None
     assert shortage(config, found) is None
 

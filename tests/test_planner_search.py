@@ -84,6 +84,7 @@ def test_chosen_layout_was_traced_and_faster_layouts_do_not_fit():
     assert result.chosen.cost.traced <= limit * 2**30
     assert all(layout.reason.startswith("does not fit: ") for layout in result.ranked[:place])
     assert len(result.ranked) == len(fastest.ranked)
+    assert ranking_lines(result)[3].endswith(" chosen"), "layouts that do not fit come last"
 
 
 def search_traced(memory_gib: float) -> SearchResult:

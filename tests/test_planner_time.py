@@ -266,7 +266,7 @@ def test_assumed_efficiency_is_reported():
 
 @pytest.mark.parametrize(("words", "lacking"), [
     ((), "cluster.device.peak_tflops.bf16 is not known"),
-    (("cluster=commodity",), "what share of its peak GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency"),
+    (("cluster=commodity",), "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency"),
     (("cluster=h100", "cluster.device.memory_gb_per_s=null"), "cluster.device.memory_gb_per_s is not known"),
     (
         ("cluster=h100", "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}"),

@@ -23,17 +23,20 @@ import torch
 from test_faults import compare
 from test_launch import SLOWLY, command
 
+from parallel2d.base.config.composition import compose
+from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import Events, post
-from parallel2d.base.replicas.lasting_groups import Across, World
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
+from parallel2d.base.topology import RankIdentity
+from parallel2d.launching.replica_loss import LossPolicy, choose
 
 # While a replica that joins gets the state: until the test has killed somebody
 HELD = """
 import os
-from parallel2d.base.replicas import Presence
-plain = Presence.link
+from parallel2d.base.replicas import Quorum
+plain = Quorum.link
 def held(self, joiner):
     send, end = plain(self, joiner), time.monotonic() + 60
     def slowly(tensor):
@@ -42,8 +45,25 @@ def held(self, joiner):
             time.sleep(0.02)
         return send(tensor)
     return send and slowly
-Presence.link = held
+Quorum.link = held
 """
+
+
+# Python imports it at the start of every process of the job.
+INSTALLED = """
+import hanging_communicator
+hanging_communicator.install(hanging_communicator.{})
+"""
+
+
+@pytest.fixture(params=["gloo", "Hanging"])
+def communicator(request, tmp_path, monkeypatch):
+    """The kind of communicator over the replicas, of all jobs that the test starts."""
+    if request.param != "gloo":
+        (tmp_path / "sitecustomize.py").write_text(INSTALLED.format(request.param))
+        places = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    return request.param
 
 
 @contextlib.contextmanager
@@ -111,7 +131,9 @@ def build(groups):
 @pytest.mark.parametrize(("sent", "alone"), [
     (COPIED, ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MUON, MUON), (OWN, OWN), (INT4, ())))
 ], ids=["gradients", "muon", "own", "int4"])  # fmt: skip
-def test_survivors_continue_after_a_replica_fails_and_it_rejoins(tmp_path, sent, alone):
+def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
+    tmp_path, communicator, sent, alone
+):
     """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
     (tmp_path / "owned.py").write_text(OWNED)
     more = ("launch.max_restarts=3", "sync.compare_every=1", "launch.nproc_per_node=2")
@@ -153,7 +175,7 @@ OwnedParameters.after_update = dying
     [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2")],
     ids=["sgd", "adamw, int4"],
 )
-def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, sent):
+def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, communicator, sent):
     """To copies in memory, in the same processes: the history is that of a job without kills."""
     words = ["strategy=hybrid_full", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"]
     words += ["sync.compare_every=1", *sent]
@@ -167,7 +189,7 @@ def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, sent):
         assert jobs.ranks_of(job.pid)[2:] == first[2:]
     found, log = jobs.rows(tmp_path / "run"), (tmp_path / "run/train.log").read_text()
     assert re.findall(r" back to step (\d+)", log)[0] == "8"
-    assert "starts again, the others wait" in (tmp_path / "said.txt").read_text()
+    assert "restarts, the others wait" in (tmp_path / "said.txt").read_text()
     assert found[-1]["replicas/joined"] == log.count(" back to step ") == 2
     assert found[-1]["replicas/repeated_samples"] <= 2 * 4 * 8, "at most memory_every steps a kill"
     assert not list((tmp_path / "run").glob("metrics.before-restart-*"))
@@ -180,7 +202,7 @@ def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, sent):
 
 
 @pytest.mark.slow
-def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path):
+def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, communicator):
     """The donor, the one that joins, or both; then the history is that of one process."""
     words = ["strategy=ddp", "train.global_batch_size=12", "sync.compare_every=1"]
 
@@ -204,8 +226,9 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("communicator", ["gloo", "Hanging", "Revoking"], indirect=True)
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
-def test_ranks_killed_at_random_keep_the_losses(tmp_path, strategy):
+def test_ranks_killed_at_random_keep_the_losses(tmp_path, communicator, strategy):
     """PARALLEL2D_KILLS (100) of them; with ddp also while another comes back."""
     shards = {"ddp": 1, "hybrid": 2}[strategy]
     words = ["launch.nproc_per_node=4", "optimizer=sgd"]
@@ -239,10 +262,35 @@ def test_ranks_killed_at_random_keep_the_losses(tmp_path, strategy):
     assert statistics.median(seconds) < 1.0
 
 
-def test_unsupported_settings_of_elastic_replicas_are_refused():
-    for group in (World(None, "world", 0, 2), Across(None, "axis", 0, 2)):
-        with pytest.raises(RuntimeError, match="scatter is not for groups across replicas"):
-            group.scatter([], [])
+def test_limits_of_losing_a_replica_are_found_at_the_start():
+    def policy(*words, device="cpu", launcher="nodes", **variables):
+        config = compose(["launch.max_restarts=1", "strategy=hybrid", *words]).config
+        identity = RankIdentity(0, 8, 0, 0, 2, launcher)
+        environment = {"TORCHELASTIC_MAX_RESTARTS": "1", **variables}
+        return choose(config, identity, device_type=device, environment=environment)
+
+    must, nccl = "launch.on_replica_loss=continue", "launch.replica_backend=nccl2"
+    assert policy() == LossPolicy(True, "gloo")
+    assert policy("launch.on_replica_loss=restart") == LossPolicy(False)
+    assert not policy(TORCHELASTIC_MAX_RESTARTS="0").continues
+    unchecked = policy(device="cuda")
+    assert not unchecked.continues
+    assert "--only replica-loss --write" in unchecked.reason
+    assert policy("cluster.replica_backend=gloo", device="cuda") == LossPolicy(True, "gloo")
+    assert policy("cluster.replica_backend=nccl2", device="cuda") == LossPolicy(True, "nccl2")
+    assert policy(must, nccl, device="cuda") == LossPolicy(True, "nccl2")
+    for words, given, reason in (
+        ((), {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+        ((), {"launcher": "torchrun"}, "torchrun starts all ranks again"),
+        ((nccl,), {}, "nccl2 needs NVIDIA GPUs"),
+        ((nccl,), {"device": "cuda", "NCCL_COMM_BLOCKING": "1"}, "NCCL_COMM_BLOCKING=1 blocks"),
+        ((nccl, "strategy=ddp"), {"device": "cuda"}, "several GPUs of one host are in one"),
+        (("compile=block", "compile.backend=cudagraphs"), {"device": "cuda"}, "CUDA graphs"),
+        ((), {"TORCHELASTIC_MAX_RESTARTS": "0"}, "launch.max_restarts=0"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            policy(must, *words, **given)
+    assert "DETAIL" in policy(TORCH_DISTRIBUTED_DEBUG="DETAIL").reason
 
 
 def test_replica_events_have_one_order_on_all_ranks():
@@ -323,7 +371,9 @@ def test_custom_loop_continues_after_a_replica_fails(tmp_path):
 @pytest.mark.parametrize(("more", "victim", "step", "moment"), [
     ({}, 0, 8, "send"), ({"fragments": 2, "delay": 2}, 1, 11, "forward"), ({"fragments": 2, "delay": 2}, 0, 10, "send"),
 ])  # fmt: skip
-def test_outer_steps_omit_unsent_updates_of_a_failed_replica(tmp_path, more, victim, step, moment):
+def test_outer_steps_omit_unsent_updates_of_a_failed_replica(
+    tmp_path, communicator, more, victim, step, moment
+):
     """The others compute its samples, and it comes back with what they share."""
     sync = {"name": "diloco", "every": 4, **more}
     words = ["launch.nproc_per_node=3", "launch.max_restarts=5", losing_outer_steps.__file__]

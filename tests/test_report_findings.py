@@ -117,4 +117,4 @@ def test_slow_rank_is_a_finding(ranks, skew, words):
 def test_report_lists_all_findings():
     both = [run(name, loss=FALLING, skipped_steps=2.0, time__step_s=1.0, time__data_s=0.5) for name in "ab"]  # fmt: skip
     assert [sentence.split()[0] for sentence in findings.describe_runs(both)] == ["Losses", "a", "b", "a", "b"]  # fmt: skip
-    assert findings.describe_runs([run()]) == ["Nothing that somebody should act on."]
+    assert findings.describe_runs([run()]) == ["No findings that need action."]

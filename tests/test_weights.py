@@ -34,6 +34,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.tensor_file import Entry
 from parallel2d.models.huggingface import StoredForm
 from parallel2d.parallel.weights.geometry import Region, local_region
+from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.pretrained import _put_together
 from parallel2d.parallel.weights.unsharded_tensors import PIECE_BYTES
 
@@ -108,6 +109,8 @@ def change(model, how):
         model.layers[2][0].weight = model.layers[0][0].weight
     elif how == "buffer":
         model.saved = model.saved.double()
+    elif how in ("sparse", "sparse, sent"):
+        model.saved = model.saved.to_sparse()
     elif how == "order":
         model._buffers["saved"] = model._buffers.pop("saved")
     elif how == "meta":
@@ -120,6 +123,8 @@ OTHER_MODELS = (
     ("frozen", {}, "layers.1.0.weight, frozen, of shape (8, 8); not layers.1.0.weight, trained, of shape (8, 8)"),
     ("tied", {"seed": 0}, "layers.2.0.weight, trained, of shape (8, 8) tied to layers.0.0.weight; not"),
     ("buffer", {"broadcast_from": 0}, "saved, a buffer in torch.float64 of shape (3,); not saved, a buffer in torch.float32"),
+    ("sparse", {}, "saved, a buffer in torch.float32 of shape (3,) and layout torch.sparse_coo; not"),
+    ("sparse, sent", {"broadcast_from": 0}, "broadcast_from=0: saved is sparse, and only dense"),
     ("order", {}, "the same in another order"),
     ("meta", {"broadcast_from": 1}, "broadcast_from=1: that rank has no values for layers.0.0.weight, layers.0.0.bias"),
     (None, {"broadcast_from": 2}, "broadcast_from=2 is not a rank: use 0 to 1"),
@@ -143,7 +148,25 @@ def test_different_models_on_ranks_are_refused_with_the_difference(ranks):
     start = "ranks [1] have a different model than rank 0. Rank 1 has "
     for told in ranks.run(2, _models_that_differ):
         for text, (how, _, expected) in zip(told, OTHER_MODELS, strict=True):
-            assert text.startswith(expected if how in ("meta", None) else start + expected)
+            is_whole = how in ("meta", "sparse, sent", None)
+            assert text.startswith(expected if is_whole else start + expected)
+
+
+def test_hashes_differ_where_sums_of_products_are_equal():
+    ones, numbers = torch.ones(4096), torch.arange(1.0, 9.0, dtype=torch.float64)
+    others = [numbers.clone() for _ in range(2)]
+    others[0][[2, 5]] *= -1
+    others[1][[2, 5]] = others[1][[5, 2]]
+    pairs = [(ones, ones * 0), (numbers, others[0]), (numbers, others[1])]
+    pairs += [
+        (torch.full((4,), 3, dtype=dtype), torch.full((4,), 5, dtype=dtype))
+        for dtype in (torch.int64, torch.float64)
+    ]
+    for one, other in pairs:
+        first, second = hashes_of([one, other])
+        # Of buffers, ranks compare the lowest 20 bits.
+        assert first % 2**20 != second % 2**20
+        assert first == hashes_of([one.clone()])[0]
 
 
 class LargeRows(nn.Module):

@@ -1,2 +1,2 @@
-"""What everything stands on: configuration, errors, files, the process group, which rank and host
-this process is on, the authenticated store. Nothing here knows of models."""
+"""Base layer: configuration, errors, files, the process group, rank and host identity, the
+authenticated store. No module of this layer knows about models."""

@@ -1,12 +1,12 @@
-"""The accelerator of a rank, through its device module (`torch.get_device_module`): which device it
-is, streams and events, memory and random state. No other file names a kind of accelerator, except
-for features that only one kind has.
+"""The accelerator of a rank, through its device module (`torch.get_device_module`): choice of the
+device, streams and events, memory and random state. No other file names a kind of accelerator,
+except for features that only one kind has.
 
 [Note: one kind of stream] FSDP2 and `torch.distributed` work with the device module's classes, such
 as `torch.cuda.Stream`. The generic `torch.Stream` does not mix with these: its ``wait_event`` takes
 a `torch.cuda.Event` without an error and waits for nothing. So every stream of the package comes
-from here, and streams are ordered by ``wait_stream``. The device module of CPUs, `torch.cpu`, has
-the same names, and they do nothing: no caller needs a branch for CPUs.
+from this module, and streams are ordered by ``wait_stream``. The device module of CPUs,
+`torch.cpu`, has the same names as no-ops, so no caller needs a branch for CPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel2d.base.errors import ConfigError
 
-# A file that a driver makes, what it drives, and the variables that hide all its devices
+# File of a driver, name of its devices, and the variables that hide all of them
 DRIVERS = (
     ("/dev/nvidiactl", "an NVIDIA GPU", ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")),
     (
@@ -34,7 +34,7 @@ DRIVERS = (
         ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     ),
 )
-# By the name that the log shows, in the order in which they are tried
+# Name in the log -> kernel, in order of preference
 ATTENTION_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,15 +44,16 @@ ATTENTION_KERNELS = {
 # Both names of the variable; a value that the user has set stays.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HIDDEN = ("", "-1", "none", "void", "nodevfiles")
-_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()  # of `new_stream`, while in use
+_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()  # created by `new_stream`, in use
 
 
 def accelerator_type() -> str:
-    """The type of the accelerators that this process can use, such as "cuda"; "cpu" without one.
+    """Return the type of the accelerators that this process can use, such as "cuda", or "cpu" if it
+    has none.
 
     Raises:
-        ConfigError: a driver is there and torch finds no device. To train on the CPU instead would
-            be much slower, and nothing would say so.
+        ConfigError: if a driver is installed and torch finds no device. Training on the CPU
+            instead would be a silent, much slower fallback.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
@@ -69,16 +70,16 @@ def accelerator_type() -> str:
 
 
 def device_count() -> int:
-    """The accelerators that this process can use; 0 without one. Raises as `accelerator_type`."""
+    """Return the number of accelerators that this process can use. Raises as `accelerator_type`."""
     kind = accelerator_type()
     return 0 if kind == "cpu" else torch.accelerator.device_count()
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Make the accelerator of this rank the current one, and return it; the CPU without one.
+    """Make the accelerator of this rank the current device, and return it; the CPU without one.
 
-    A process that sees one device (a task of Slurm, a container) uses that, whatever its number on
-    the node is. Raises `ConfigError` as `accelerator_type`, and for more ranks than devices.
+    A process that sees one device (a Slurm task, a container) uses this device, regardless of its
+    local rank. Raises `ConfigError` as `accelerator_type`, and for more ranks than devices.
     """
     kind, count = accelerator_type(), device_count()
     if kind == "cpu":
@@ -98,7 +99,7 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def identity_of(device: torch.device) -> str:
-    """A name of the device that no other device of the host has; empty where none is known."""
+    """Return a name of the device that is unique on the host; empty if none is known."""
     if device.type == "cpu":
         return ""
     # Parts of one GPU (MIG) may share its UUID.
@@ -111,33 +112,33 @@ def identity_of(device: torch.device) -> str:
 
 
 def backend_for(device_type: str) -> str:
-    """The backends of a process group for tensors on CPU and on devices of this type."""
+    """Return the backends of a process group for tensors on CPU and on devices of this type."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def current_device(device_type: str) -> torch.device:
-    """The current device of this type, with its index where it has one."""
+    """Return the current device of this type, with its index if it has one."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, _module(device_type).current_device())
 
 
 def set_device(device: torch.device) -> None:
-    """Make ``device`` the current one of this thread."""
+    """Make ``device`` the current device of this thread."""
     _module(device.type).set_device(device)
 
 
 def properties_of_all() -> list[Any]:
-    """The properties of each accelerator that this process can use: at least ``name`` and
+    """Return the properties of each accelerator that this process can use: at least ``name`` and
     ``total_memory``."""
     kind = accelerator_type()
     return [_module(kind).get_device_properties(index) for index in range(device_count())]
 
 
 def name_of(device: torch.device) -> str:
-    """The name of its model, or ``CPU``."""
+    """Return the model name of the device, or ``CPU``."""
     if device.type == "cpu":
         return "CPU"
     return str(_module(device.type).get_device_name(device))
@@ -148,7 +149,7 @@ def has_fast_bf16(device_type: str) -> bool:
     if device_type == "cpu":
         return False
     module = _module(device_type)
-    # CUDA emulates bf16 on older GPUs and says that it is supported.
+    # CUDA emulates bf16 on older GPUs and reports it as supported.
     if hasattr(module, "get_device_capability"):
         return bool(module.get_device_capability() >= (8, 0))
     return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False
@@ -174,7 +175,7 @@ def attention_kernels(device_type: str) -> AbstractContextManager[object]:
 
 
 def synchronize(device_type: str) -> None:
-    """Wait on the host until the current device has done what was issued to it."""
+    """Wait on the host until the current device has finished all issued work."""
     _module(device_type).synchronize()
 
 
@@ -185,20 +186,20 @@ def empty_cache(device_type: str) -> None:
 
 
 def memory_stats(device: torch.device) -> Mapping[str, Any]:
-    """The statistics of the allocator, by torch's names; empty for the CPU."""
+    """Return the statistics of the allocator, by torch's names; empty for the CPU."""
     if device.type == "cpu":
         return {}
     return cast(Mapping[str, Any], _module(device.type).memory_stats(device))
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """The free and the total memory of an accelerator."""
+    """Return free and total memory of an accelerator."""
     free, total = _module(device.type).mem_get_info(device)
     return int(free), int(total)
 
 
 def random_state(device_type: str) -> Tensor | None:
-    """The state of the random generator of the current device, on CPU; None for the CPU itself."""
+    """Return the state of the random generator of the current device, on CPU; None for the CPU."""
     return None if device_type == "cpu" else _module(device_type).get_rng_state().cpu()
 
 
@@ -208,7 +209,7 @@ def set_random_state(device_type: str, state: Tensor) -> None:
 
 
 def preserve_rng_states() -> AbstractContextManager[None]:
-    """Put the random generators of the CPU and of the current device back at the end."""
+    """Restore the random generators of the CPU and of the current device on exit."""
     kind = accelerator_type()
     if kind == "cpu":
         return torch.random.fork_rng(devices=[])
@@ -217,13 +218,13 @@ def preserve_rng_states() -> AbstractContextManager[None]:
 
 
 def timed_event(device_type: str) -> torch.Event:
-    """An event of an accelerator that measures time."""
+    """Return a timing event of an accelerator."""
     return cast(torch.Event, _module(device_type).Event(enable_timing=True))
 
 
 def new_stream(device_type: str) -> torch.Stream:
-    """A stream for communication. Its priority is high, as that of FSDP2's streams, because kernels
-    that pack and unpack messages would otherwise wait for kernels of the model."""
+    """Return a high-priority stream for communication, as FSDP2 uses. With normal priority, kernels
+    that pack and unpack messages would wait for kernels of the model."""
     stream = cast(torch.Stream, _module(device_type).Stream(priority=-1))
     if device_type != "cpu":
         _streams.add(stream)
@@ -231,33 +232,34 @@ def new_stream(device_type: str) -> torch.Stream:
 
 
 def communication_streams() -> list[torch.Stream]:
-    """The streams from `new_stream` that are in use; none on CPU."""
+    """Return the streams of `new_stream` that are in use; none on CPU."""
     return list(_streams)
 
 
 def current_stream(device_type: str) -> torch.Stream:
-    """The stream in which this thread issues kernels."""
+    """Return the current stream of this thread."""
     return cast(torch.Stream, _module(device_type).current_stream())
 
 
 def on_stream(device_type: str, stream: torch.Stream) -> AbstractContextManager[object]:
-    """Makes ``stream`` the current one of this thread."""
+    """Make ``stream`` the current stream of this thread inside the context."""
     return cast(AbstractContextManager[object], _module(device_type).stream(stream))
 
 
 def sent_to(device: torch.device, values: Tensor) -> Tensor:
-    """``values`` of the host on ``device``, in its current stream: the host does not wait for what
-    was issued before."""
+    """Copy host ``values`` to ``device`` in its current stream. The host does not wait for earlier
+    work of the device."""
     if device.type == "cpu" or values.device.type != "cpu":
         return values.to(device)
-    # The allocator of pinned memory keeps the copy until the device has read it.
+    # The allocator of pinned memory reuses the copy only after the device has read it.
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def keep_until_done(tensor: Tensor) -> None:
-    """Keeps the memory of ``tensor``, from another stream, until the current stream has read it.
+    """Keep the memory of ``tensor``, which another stream allocated, until the current stream has
+    read it.
 
-    Without this the allocator may reuse the memory as soon as the tensor is freed on the host.
+    Otherwise the allocator may reuse the memory as soon as the tensor is freed on the host.
     """
     if tensor.device.type != "cpu":
         tensor.record_stream(current_stream(tensor.device.type))

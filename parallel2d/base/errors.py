@@ -7,44 +7,45 @@ from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. Its message is complete, and shown without a traceback."""
+    """Invalid configuration. The message is complete, and shown without a traceback."""
 
 
 class PlainError(RuntimeError):
-    """A failure in training. Its message is complete, and shown without a traceback."""
+    """Failure in training. The message is complete, and shown without a traceback."""
 
 
 class HookError(PlainError):
-    """A method of a hook raised. The message has hook and rank."""
+    """Exception in a method of a hook. The message names the hook and the rank."""
 
 
 class EndsSweep(Exception):  # noqa: N818 (named after what follows)
-    """A job that was stopped: no other job of its sweep begins."""
+    """Stop of a job that also ends its sweep."""
 
 
 def nearest_matches(
     word: object, choices: Iterable[object], *, count: int = 3, alike: float = 0.6
 ) -> list[str]:
-    """Up to ``count`` of ``choices``, those spelled most like ``word`` first. ``alike``: how alike
-    they must be, from 0 to 1 (`difflib.get_close_matches`)."""
-    # Upper and lower case are alike.
+    """Return up to ``count`` of ``choices``, the most similar to ``word`` first. ``alike``: the
+    smallest similarity, from 0 to 1 (`difflib.get_close_matches`)."""
+    # Case is ignored.
     words = {str(choice).lower(): str(choice) for choice in choices}
     found = difflib.get_close_matches(str(word).lower(), words, n=count, cutoff=alike)
     return [words[each] for each in found]
 
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:
-    """``; did you mean WORD?`` with the nearest of ``choices``; empty when none is near."""
+    """Return ``; did you mean WORD?`` with the nearest of ``choices``, or an empty string if none
+    is similar."""
     near = nearest_matches(word, choices, count=1, alike=alike)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, or ``2 ranks``."""
+    """Return ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_five(problems: Sequence[str], separator: str = "; ") -> str:
-    """The first five of ``problems`` in one line, with `` ...`` where there are more."""
+    """Return the first five of ``problems`` in one line, followed by `` ...`` if more exist."""
     more = " ..." if len(problems) > 5 else ""
     return separator.join(problems[:5]) + more

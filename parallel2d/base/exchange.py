@@ -1,9 +1,10 @@
 """Collectives of small Python values, sent as JSON: `all_gather`, `gather` and `broadcast`; checks
-that all ranks have the same folder and data; `reduce` for a tensor of one's own loop.
+that all ranks see the same folder and data; `reduce` for a tensor of a custom training loop.
 
-torch's object collectives pickle, and a pickle from the network runs code. Here values are None,
-booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small tensors, and the
-dataclasses and errors that `sendable` has registered. Another rank receives the same types.
+torch's object collectives pickle, and a pickle from the network can run code. The values of this
+module are None, booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small
+tensors, and the dataclasses and errors that `sendable` has registered. Receivers get the same
+types.
 """
 
 from __future__ import annotations
@@ -26,15 +27,33 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import agreed, first_rank, present_ranks
+from parallel2d.base.replicas import agreed, current, first_rank, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
 
 _sendable: dict[str, type] = {}
 
 
+_meeting: Callable[[str], None] | None = None
+
+
+def meet_before_collectives(function: Callable[[str], None]) -> None:
+    """Have ``function`` called before each collective of all ranks that belongs to no model. It
+    raises an error where ranks do not come to the same point."""
+    global _meeting
+    _meeting = function
+
+
+def meet(point: str) -> None:
+    """Check, where ranks share a model, that all come to ``point``."""
+    # Ranks of a replica that was lost may join late.
+    if _meeting is not None and current() is None:
+        _meeting(point)
+
+
 def sendable(kind: _Class) -> _Class:
-    """A decorator that lets a dataclass, a named tuple or an exception of one text be sent."""
+    """Class decorator that registers a dataclass, a named tuple or an exception with one text for
+    sending."""
     _sendable[_name(kind)] = kind
     return kind
 
@@ -44,12 +63,14 @@ def _name(kind: type) -> str:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of ``group``'s ranks, in order. Collective. TypeError for what cannot be sent."""
+    """Return the values of all ranks of ``group``, in order. Collective. Raises TypeError for a
+    value of another type."""
     return _decoded(_received(value, group))
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = None) -> list[Any]:
-    """As `all_gather`, on global rank ``to`` only (default: the first); empty elsewhere."""
+    """Like `all_gather`, but only global rank ``to`` (default: the first) gets the values; other
+    ranks get an empty list."""
     # A ring of all ranks: `dist.gather` would open a connection from each rank to this one.
     received = _received(value, group)
     if dist.get_rank() != (first_rank() if to is None else to):
@@ -58,11 +79,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = 
 
 
 def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns what rank ``source`` gives (default: the first). Collective. Raises TypeError for
-    what cannot be sent."""
+    """Return the value of rank ``source`` (default: the first). Collective. Raises TypeError for a
+    value of another type."""
     source = first_rank() if source is None else source
     device = _device(group)
-    # Receivers must know the size before they can make room for the data.
+    # Receivers need the size to allocate the buffer for the data.
     if dist.get_rank() == source:
         data = _encoded(value, device)
         dist.broadcast(torch.tensor([data.numel()], device=device), source, group=group)
@@ -76,25 +97,25 @@ def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | 
 
 
 def encode(value: Any) -> str:
-    """The value as JSON. Raises TypeError for what cannot be sent."""
+    """Encode ``value`` as JSON. Raises TypeError for an unregistered type."""
     return json.dumps(_plain(value))
 
 
 def decode(text: str | bytes) -> Any:
-    """The value from which `encode` made ``text``."""
+    """Decode the value that `encode` has encoded as ``text``."""
     return json.loads(text, object_hook=_restored)
 
 
 @control_traffic()
 def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The encoded values of all ranks, by rank. Collective."""
+    """Return the encoded values of all ranks, by rank. Collective."""
     device = _device(group)
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = [int(length) for length in lengths]
-    # Gathering needs tensors of one shape: zeros up to the length of the longest.
+    # Gathering needs tensors of one shape: pad with zeros to the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
     received = [torch.zeros_like(own) for _ in sizes]
@@ -104,12 +125,12 @@ def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 def _decoded(received: list[Tensor]) -> list[Any]:
     data_of_all = [part.cpu().numpy().tobytes() for part in received]
-    # A rank that is not there has sent nothing, or its length alone: no JSON begins with a zero.
+    # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
     return [decode(data) for data in data_of_all if data[:1].strip(b"\0")]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """The CPU where the group can send from it, else this rank's accelerator."""
+    """Return the CPU if the group can send from it, otherwise this rank's accelerator."""
     cpu = torch.device("cpu")
     group = group or dist.distributed_c10d._get_default_group()
     if cpu in group._device_types:
@@ -122,14 +143,14 @@ def _encoded(value: Any, device: torch.device) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in JSON's types; what JSON lacks becomes a dictionary, {kind: parts}."""
+    """Convert ``value`` to types of JSON; any other type becomes a dictionary {kind: parts}."""
     if isinstance(value, _SCALARS):
         return value
     if type(value) is list:
         return _items(value)
     name = _name(type(value))
     if isinstance(value, ConfigError) and name not in _sendable:
-        # A subclass that nobody registered arrives as the ConfigError that it also is.
+        # An unregistered subclass arrives as its base class ConfigError.
         name = _name(ConfigError)
     if name in _sendable:
         return {name: _items(_arguments(value))}
@@ -145,7 +166,7 @@ def _restored(entry: dict[str, Any]) -> Any:
 
 
 def _arguments(value: Any) -> Iterable[Any]:
-    """The arguments with which the class of a registered ``value`` makes an equal one."""
+    """Return the constructor arguments that make an equal copy of a registered ``value``."""
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
     if isinstance(value, BaseException):
@@ -168,7 +189,7 @@ def _tensor_parts(value: Tensor) -> list[Any]:
 
 def _tensor(parts: list[Any]) -> Tensor:
     dtype, shape, data = parts
-    # `frombuffer` refuses an empty buffer, and shares the memory of the one that it is given.
+    # `frombuffer` refuses an empty buffer, and shares memory with its argument.
     buffer = bytearray(data) or bytearray(1)
     flat = torch.frombuffer(buffer, dtype=torch.uint8)[: len(data)]
     return flat.view(dtype).reshape(shape)
@@ -182,12 +203,12 @@ _DTYPES = {
     _dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
-# The values that JSON has itself.
+# Types that JSON supports
 _SCALARS = (type(None), bool, int, float, str)
 
 
 class _Converter(NamedTuple):
-    """How values of some classes become JSON and are restored from it."""
+    """Conversion of values of some classes to JSON and back."""
 
     classes: tuple[type, ...]
     to_json: Callable[[Any], Any]
@@ -195,7 +216,7 @@ class _Converter(NamedTuple):
 
 
 _KINDS = {
-    # Pairs, since a key of JSON's own dictionaries is always a string.
+    # Pairs, because keys of JSON objects are always strings.
     "dict": _Converter((dict,), lambda value: _items(map(list, value.items())), dict),
     "tuple": _Converter((tuple,), _items, tuple),
     "set": _Converter((set,), _items, set),
@@ -210,8 +231,8 @@ sendable(ConfigError)
 
 
 def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
-    """Return zeros that all ranks of ``group`` share; None, on every rank, if they cannot share
-    memory. Collective.
+    """Return zero-filled memory that all ranks of ``group`` share, or None on every rank if they
+    cannot share memory. Collective.
 
     The memory has no name in a file system: it is freed with the last process that maps it.
     """
@@ -224,7 +245,7 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
             path = f"/proc/{os.getpid()}/fd/{file}"
     name, path = broadcast((name, path), dist.get_global_rank(group, 0), group)
     memory = None
-    # In another PID namespace, the path may lead to a file of another process, or nowhere.
+    # In another PID namespace, the path may name a file of another process, or no file.
     with contextlib.suppress(OSError):
         if name in os.readlink(path):
             with open(path, "r+b", buffering=0) as opened:
@@ -236,8 +257,8 @@ def shared_memory(group: dist.ProcessGroup, size: int) -> mmap.mmap | None:
 
 
 def check_shared(folder: str) -> None:
-    """Raises `ConfigError` with the nodes that do not see rank 0's ``folder``. Collective."""
-    # A new name, so that no file of an earlier start is taken for rank 0's.
+    """Raise `ConfigError` with the nodes that do not see rank 0's ``folder``. Collective."""
+    # A new name, so that no file of an earlier start is mistaken for rank 0's file.
     name = broadcast(uuid.uuid4().hex)
     path = os.path.join(folder, f".shared-{name}")
     is_first = dist.get_rank() == first_rank()
@@ -255,7 +276,7 @@ def check_shared(folder: str) -> None:
 
 
 def check_same_data(fingerprint: str) -> None:
-    """Raises `ConfigError` with the nodes whose data differ from rank 0's. Collective."""
+    """Raise `ConfigError` with the nodes that read other data than rank 0. Collective."""
     _refuse_where(
         fingerprint != agreed("data", broadcast(fingerprint)),
         "data differ from those of rank 0 (other files, or another Python's library)",
@@ -263,7 +284,7 @@ def check_same_data(fingerprint: str) -> None:
 
 
 def _refuse_where(wrong: bool, what: str) -> None:
-    """Raises `ConfigError`, on every rank, with the hosts of those that pass true."""
+    """Raise `ConfigError` on every rank, with the hosts of the ranks that pass True."""
     answers = all_gather(socket.gethostname() if wrong else None)
     hosts = sorted(set(filter(None, answers)))
     if hosts:
@@ -281,17 +302,20 @@ _OPERATIONS = {
 def reduce(
     value: Any, group: dist.ProcessGroup | None = None, op: str | dist.ReduceOp | Any = "mean"
 ) -> Any:
-    """``value`` reduced over the ranks of ``group`` (default: all), a new tensor equal on each of
-    them. Collective.
+    """Return a new tensor with ``value`` reduced over the ranks of ``group``. Collective.
+
+    The result has the dtype and device of ``value``, with two exceptions: a mean of integers or
+    booleans is fp64, because a rounded mean is hardly ever intended, and a sum of booleans is
+    int64. bf16 and fp16 are added in fp32. ``value`` itself is not changed.
 
     Args:
-        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or one of
-            ``dist.ReduceOp``'s.
+        value: a tensor. Values of other types are returned unchanged. Without a process group a
+            tensor is returned as a copy.
+        group: default: all ranks.
+        op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or a ``dist.ReduceOp``.
 
-    ``value`` keeps its dtype, device and contents, with two exceptions: a mean of integers or
-    booleans is fp64, because a rounded one is hardly ever meant, and a sum of booleans is int64.
-    bf16 and fp16 are added in fp32. What is no tensor is returned as it is; without a process group
-    a tensor is returned as a copy. Raises `ConfigError` for another ``op`` and for a `DTensor`.
+    Raises:
+        ConfigError: for another ``op`` and for a `DTensor`.
     """
     if not isinstance(value, Tensor):
         return value
@@ -305,6 +329,8 @@ def reduce(
     result = value.detach().clone().to(sums)
     if dist.is_initialized():
         result = result.contiguous()
+        if group in (None, dist.group.WORLD):
+            meet("calls parallel2d.reduce")
         with control_traffic():
             dist.all_reduce(result, operation, group)
         if is_mean:
@@ -313,9 +339,10 @@ def reduce(
 
 
 def _operation_of(op: str | dist.ReduceOp | Any) -> tuple[Any, bool]:
-    """torch's operation for ``op``, and whether the result is then divided by the ranks."""
+    """Return torch's operation for ``op``, and True if the result is divided by the number of
+    ranks afterwards."""
     word = op.lower() if isinstance(op, str) else op
-    # gloo has no mean of its own.
+    # gloo does not implement the mean.
     if word in ("mean", "avg", dist.ReduceOp.AVG):
         return dist.ReduceOp.SUM, True
     if not isinstance(word, str):
@@ -331,7 +358,7 @@ def _operation_of(op: str | dist.ReduceOp | Any) -> tuple[Any, bool]:
 def _dtypes_of(
     dtype: torch.dtype, operation: Any, is_mean: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes in which `reduce` reduces a tensor of ``dtype`` and in which it returns it."""
+    """Return the dtype of the reduction of a tensor of ``dtype``, and the dtype of the result."""
     kept = dtype
     is_exact = not (dtype.is_floating_point or dtype.is_complex)
     if is_exact and is_mean:

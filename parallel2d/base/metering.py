@@ -1,8 +1,8 @@
-"""Marks by which a meter of collectives tells them apart: `control_traffic` and `wait`. Both are
-nearly free while no meter is installed.
+"""Marks of collectives for a meter: `control_traffic` and `wait`. Both are nearly free while no
+meter is installed.
 
 torch's hooks of a process group see the start of each collective of the group. They see neither the
-purpose of a collective nor the place where an asynchronous one is awaited.
+purpose of a collective nor the place of the wait for an asynchronous one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# By group, what runs a wait for one of its collectives, and measures it
+# Group -> function that runs and measures a wait for one of its collectives
 timers: dict[dist.ProcessGroup, Callable[[Callable[[], object]], None]] = {}
 
 
@@ -28,8 +28,8 @@ _thread = _Thread()
 def control_traffic() -> Iterator[None]:
     """Mark the collectives of this thread as control traffic: votes, sums over a step, objects.
 
-    torch gives a mesh axis that spans the world the default process group, through which control
-    traffic runs as well. Marked collectives belong to no axis.
+    A mesh axis that spans the world uses the default process group, as control traffic does. The
+    meter does not attribute marked collectives to an axis.
     """
     _thread.control_depth += 1
     try:
@@ -44,8 +44,8 @@ def is_control_traffic() -> bool:
 
 
 def wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Wait for ``work``, an asynchronous collective of ``group``. The timer of this group
-    measures the wait: `dist.Work.wait` has no hook."""
+    """Wait for ``work``, an asynchronous collective of ``group``. The timer of the group measures
+    the wait, because `dist.Work.wait` has no hook."""
     assert work is not None, "this rank is not in the group"
     timer = timers.get(group)
     if timer is None:

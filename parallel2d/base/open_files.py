@@ -1,4 +1,4 @@
-"""The limit of open files (descriptors) of this process, which every connection counts against."""
+"""Limit of open files (descriptors) of this process; every connection counts as one."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def raise_limit() -> int:
     return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def prepare_rank(ranks: int, *, may_lose_replicas: bool = False) -> None:
+def prepare_rank(ranks: int, *, replicas: int = 1) -> None:
     """Raise the soft limit of this process, so that one rank of a job of ``ranks`` can run in it:
-    it connects to some of its peers, and opens files. Where replicas may be lost, their groups
-    connect it to all peers. Raises `ConfigError` for a hard limit that is too low."""
-    per_peer = 3.5 if may_lose_replicas else 0.5
-    _prepare(int(per_peer * (ranks - 1)) + 60, f"a rank of {ranks}")
+    it connects to some of its peers, and opens files. ``replicas``: their number if they may be
+    lost; their groups connect it to its peers in all of them. Raises `ConfigError` for a hard limit
+    that is too low."""
+    _prepare(int(0.5 * (ranks - 1)) + 5 * (replicas - 1) + 60, f"a rank of {ranks}")
 
 
 def prepare_launcher(workers: int) -> None:
-    """Raise the soft limit of this process, so that it can start ``workers`` ranks and serve the
-    store to them. Raises `ConfigError` for a hard limit that is too low."""
+    """Raise the soft limit of this process for a launcher that starts ``workers`` ranks and serves
+    the store to them. Raises `ConfigError` if the hard limit is too low."""
     _prepare(3 * workers + 60, f"the launcher of {workers} ranks")
 
 
 def _prepare(needed: int, needs: str) -> None:
-    """``needed``: measured by tools/bench/scale.py, and rounded up."""
+    """Raise the soft limit to ``needed``, as measured by tools/bench/scale.py and rounded up."""
     limit = raise_limit()
     if limit < needed:
         raise ConfigError(

@@ -1,12 +1,12 @@
 """The process group of a rank, its store, its device and its seeds. Start at `setup`.
 
 The train command uses `process_group`. `setup`, `teardown`, `limit_waiting` and `barrier` are for
-users who write their own loop, and share its functions.
+custom training loops, and use the same functions.
 
 [Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads
-from a cold file system; ranks may wait for each other far longer than in any later step. So groups
-start with the longer timeout, and after the first step `limit_waiting` lowers it everywhere, so
-that a hang is then noticed early.
+from a cold file system, so ranks may wait for each other far longer than in any later step. Groups
+start with the longer timeout. After the first step `limit_waiting` lowers the timeout of all
+groups, so that a hang is noticed early.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import random
 import socket
@@ -58,16 +59,24 @@ log = logging.getLogger(__name__)
 
 
 def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
-    """The store of this job's ranks. Under our own launchers it is the one at which they have met;
-    under srun rank 0 opens it at MASTER_ADDR; torchrun has one of its own. ``settings``: for srun,
-    where the secret is. Raises `ConfigError` when the address is taken or does not answer, and
-    under srun without a secret; under our own launchers, which make a new store with every start,
-    RuntimeError."""
+    """Connect to the store of this job's ranks.
+
+    Under our launchers this is the rendezvous store. Under srun rank 0 opens a store at
+    MASTER_ADDR. torchrun provides its own store.
+
+    Args:
+        settings: for srun, the location of the secret.
+
+    Raises:
+        ConfigError: if the address is taken or does not answer, and under srun without a secret.
+        RuntimeError: in place of `ConfigError` under our launchers, which create a new store at
+            every start.
+    """
     if identity.launcher in ("self", "nodes"):
         try:
             client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
         except ConfigError as error:
-            # The launcher chose the address, so no configuration is at fault.
+            # The launcher chose the address, so the configuration is not at fault.
             raise RuntimeError(str(error)) from None
         return dist.PrefixStore(os.environ[PREFIX], client)
     host = os.environ["MASTER_ADDR"]
@@ -94,13 +103,13 @@ def _store_of_torchrun(host: str, port: int) -> Any:
         ) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return store  # the counters of several nodes may differ
-    # torchrun keeps the store when it restarts ranks, and with it addresses of ended ones.
+    # torchrun reuses the store when it restarts ranks, including addresses of ended ranks.
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """This rank among the others: its number, its device, and the hosts of all ranks."""
+    """This rank in its job: its number, its device, and the hosts of all ranks."""
 
     identity: RankIdentity
     device: torch.device
@@ -111,12 +120,12 @@ class Runtime:
         return self.identity.rank == first_rank()
 
 
-_setups = 0  # how often this process has called `setup`; each call has its own keys in the store
-_stores: dict[tuple[str, ...], Any] = {}  # the latest store of `setup`, by its address
+_setups = 0  # number of `setup` calls of this process; each call uses separate keys in the store
+_stores: dict[tuple[str, ...], Any] = {}  # address -> the latest store of `setup`
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
-_undo: dict[Callable[[], object], None] = {}  # a set that keeps the order of `on_teardown`
+_undo: dict[Callable[[], object], None] = {}  # a set in the order of the `on_teardown` calls
 _patient: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_hosts: tuple[str, ...] = ()  # by rank, while a process group of ours exists
+_hosts: tuple[str, ...] = ()  # by rank, while a process group of this package exists
 
 
 def setup(
@@ -126,24 +135,27 @@ def setup(
     *,
     replicas: bool = False,
 ) -> Runtime:
-    """Joins the ranks that torchrun, srun or ``python -m parallel2d.launch run`` started into the
-    default process group; without any, a group of this process alone.
+    """Initialize the default process group of the ranks that torchrun, srun or ``python -m
+    parallel2d.launch run`` started, or of only this process if no launcher started it. Collective.
+
+    The backend is gloo on CPU; with GPUs it is NCCL for GPU tensors and gloo for CPU tensors, and
+    the GPU of ``LOCAL_RANK`` becomes the current device. `setup` may be called again after
+    `teardown`. The connection to the store stays open in between, because its address may be taken
+    by then.
 
     Args:
-        timeout_s: seconds that a collective may wait for a late rank once
-            ``limit_waiting(timeout_s)`` was called.
-        first_timeout_s: the same until then; default: the larger of 1800 and ``timeout_s``. See
-            [Note: two timeouts].
-        host_id: overrides the found host identity, by which `parallel2d.build_mesh` finds the
-            ranks that share a node.
-        replicas: they may be lost one by one, see `parallel2d.Replicas`, where ``launch run``
-            starts them again, on CPU.
+        timeout_s: seconds that a collective may wait for a late rank after
+            ``limit_waiting(timeout_s)``.
+        first_timeout_s: the same before ``limit_waiting``; default: the larger of 1800 and
+            ``timeout_s``. See [Note: two timeouts].
+        host_id: overrides the detected host identity; `parallel2d.build_mesh` derives the ranks of
+            each node from it.
+        replicas: True to train on when replicas are lost; see `parallel2d.Replicas`. ``launch run``
+            starts lost replicas again, on CPU.
 
-    Gloo on CPU; with GPUs NCCL for their tensors and gloo for the rest, the GPU of ``LOCAL_RANK``
-    chosen. May be called again after `teardown`. The connection to the store is kept between both,
-    because its address may not be free again. Collective. Raises `ConfigError` when a process group
-    exists, for incomplete environment variables, more ranks than GPUs, or a first timeout below
-    ``timeout_s``.
+    Raises:
+        ConfigError: if a process group exists, for incomplete environment variables, more ranks
+            than GPUs, or a first timeout below ``timeout_s``.
     """
     global _setups
     if dist.is_initialized():
@@ -162,7 +174,7 @@ def setup(
             rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none"
         )
     else:
-        # After a restart of the job the same address has a new store.
+        # After a restart of the job a new store listens at the same address.
         names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         key = tuple(os.environ.get(name, "") for name in names)
         if key not in _stores:
@@ -170,26 +182,29 @@ def setup(
             _stores[key] = connect(identity)
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     together = None
-    if replicas and AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+    starts_again = AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+    # On a device all ranks restart after a loss.
+    if replicas and starts_again and devices.accelerator_type() == "cpu":
         if _setups:
             raise ConfigError("setup(replicas=True): once in a process")
-        # Launchers read there who is lost.
+        # Launchers read the failed replicas from this store.
         together, store = identity.world_size, _stores[key]
     _setups += 1
     return _join(identity, store, timeout_s, first_timeout_s, host_id, together)
 
 
 def teardown(wait_s: float = 30.0) -> None:
-    """Leaves the process group and undoes what this package has put into the process, so that
-    `setup` can be called again.
+    """Destroy all process groups and remove the hooks and handlers of this package from the
+    process, so that `setup` can be called again.
 
-    Waits up to ``wait_s`` seconds for the other ranks to get here, so that none of them loses its
-    connection in the middle of something. Then all process groups are destroyed; torch's caches
-    that hold meshes are cleared, hooks of process groups and our signal handlers removed; memory is
-    returned. Drop your own references to model, optimizer and mesh before: what you hold stays.
-    Does nothing without a process group.
+    Waits up to ``wait_s`` seconds for the other ranks to call `teardown`, so that no rank loses its
+    connection during a collective. Then all process groups are destroyed, torch's caches of meshes
+    are cleared, hooks of process groups and signal handlers of this package are removed, and memory
+    is returned. Drop your references to model, optimizer and mesh first: referenced objects are not
+    freed. Does nothing without a process group.
     """
-    # The last one first. Each is taken out before its call, and so not called again after an error.
+    # Last in, first out. Each entry is removed before its call, so an error does not repeat the
+    # call.
     while _undo:
         undo, _ = _undo.popitem()
         undo()
@@ -197,8 +212,8 @@ def teardown(wait_s: float = 30.0) -> None:
 
 
 def on_teardown(undo: Callable[[], object]) -> None:
-    """Has `teardown` call ``undo``, once however often it was given. For whatever is put into the
-    process (hooks, signal handlers)."""
+    """Register ``undo`` for `teardown`, which removes hooks and signal handlers from the process. A
+    repeated registration has no effect."""
     _undo[undo] = None
 
 
@@ -211,10 +226,12 @@ def process_group(
     host_id: str | None,
     first_timeout_s: float | None,
     together: int | None = None,
+    replica_backend: str = "gloo",
 ) -> Iterator[Runtime]:
     """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other.
-    ``together``: replicas may come and go, see `replicas`, and so many ranks start together."""
-    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together)
+    ``together``: replicas may be lost, see `replicas`, and so many ranks start together.
+    ``replica_backend``: of collectives across them on a device."""
+    runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together, replica_backend)
     # After an exception the other ranks may never get to the end.
     wait_s = 0.0
     try:
@@ -231,13 +248,12 @@ def _join(
     first_timeout_s: float | None,
     host_id: str | None,
     together: int | None = None,
+    replica_backend: str = "gloo",
 ) -> Runtime:
-    """Makes the default process group and gathers the hosts of its ranks. Collective."""
+    """Create the default process group and gather the hosts of its ranks. Collective."""
     global _hosts
     device = _choose_device(identity)
-    if device.type != "cpu":
-        together = None  # all ranks restart after a loss
-    prepare_rank(identity.world_size, may_lose_replicas=together is not None)
+    prepare_rank(identity.world_size)
     # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
     # rank with all others, and reads their addresses from the store: N descriptors per rank and
     # group, and 8 N^3 bytes for N ranks.
@@ -247,7 +263,7 @@ def _join(
     timeout = timedelta(seconds=waits.longest_wait)
     if together is not None:
         life = int(os.environ.get(INCARNATION, "0"))
-        init_world(store, rank, size, together, life, timeout)
+        init_world(store, rank, size, together, life, timeout, device, replica_backend)
     else:
         backend = devices.backend_for(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -262,7 +278,7 @@ def _join(
 
 
 def _choose_device(identity: RankIdentity) -> torch.device:
-    """This rank's device. Raises `ConfigError` as `device.choose_device`."""
+    """Return this rank's device. Raises `ConfigError` as `device.choose_device`."""
     try:
         return devices.choose_device(identity.local_rank)
     except ConfigError as error:
@@ -286,7 +302,7 @@ def _refuse_shared_devices(device: torch.device, topology: Topology) -> None:
 
 
 def _leave(wait_s: float) -> None:
-    """Destroys all process groups and frees what torch holds for them. See `teardown`."""
+    """Destroy all process groups and free torch's resources of them; see `teardown`."""
     global _hosts
     if dist.is_initialized():
         replicas = current()
@@ -303,31 +319,32 @@ def _leave(wait_s: float) -> None:
 
 
 def _await_leaving(timeout: timedelta) -> None:
-    """Waits until all ranks have got here. Rank 0, which may host the store, goes last."""
+    """Wait until all ranks have called this function. Rank 0, which may host the store, leaves
+    last."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     try:
         _count_in(store, "parallel2d/leaving")
         store.wait(["parallel2d/leaving/all"], timeout)
-        # From here on this rank needs the store for this one message more.
+        # This is the last message of this rank to the store.
         _count_in(store, "parallel2d/left")
         if rank == 0:
             store.wait(["parallel2d/left/all"], timeout)
     except RuntimeError as error:
-        # Another rank is late or gone, or the store is: this one leaves all the same.
+        # Another rank is late or has failed, or the store has ended: leave without it.
         log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
 
 
 def _count_in(store: Any, key: str) -> None:
-    """Adds this rank to those at ``key``; the last one sets the key for which others wait."""
+    """Count this rank at ``key``; the last rank sets the key that the other ranks wait for."""
     if store.add(f"{key}/arrived", 1) == present_ranks():
         store.set(f"{key}/all", "1")
 
 
 def release_groups() -> None:
-    """Frees what torch holds for process groups that were destroyed: their threads and, with GPUs,
-    memory. Sharded models and their mesh hold each other in cycles, and torch caches decisions
-    about `DTensor`s under keys that hold meshes."""
+    """Free torch's resources of destroyed process groups: threads and, with GPUs, memory. Sharded
+    models and their mesh form reference cycles, and torch caches `DTensor` sharding decisions under
+    keys that reference meshes."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -340,32 +357,47 @@ def release_groups() -> None:
 def patient_group(timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group of all ranks for work that waits for disks: `limit_waiting` does not change
     its ``timeout``. Collective."""
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    # Where replicas may be lost, only the default backend makes a group that outlives them.
+    backend = None if current() is not None else "gloo"
+    group = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # every rank is a member
     _patient.add(group)
     return group
 
 
 def limit_waiting(seconds: float) -> None:
-    """From now on a collective on any process group that exists waits at most ``seconds`` for a
-    late rank. Call it after the first step; see [Note: two timeouts]. Groups made later have
-    torch's own default again, those of a mesh from `parallel2d.build_mesh` the one of the world;
-    groups in which checkpoints are saved keep theirs."""
+    """Set the timeout of all existing process groups: a collective waits at most ``seconds`` for a
+    late rank. Call it after the first step; see [Note: two timeouts]. New groups have torch's
+    default timeout, and groups of a mesh from `parallel2d.build_mesh` the world's timeout. Groups
+    for saving checkpoints keep their timeout."""
     limit = timedelta(seconds=seconds)
-    if (replicas := current()) is not None:
-        replicas.timeout = limit
     for group in list(dist.distributed_c10d._world.pg_map):
-        if getattr(group, "inner", group) is not None and group not in _patient:
+        if group not in _patient:
             dist.set_timeout(limit, group)
 
 
-def barrier(name: str, timeout_s: float | None = None) -> None:
-    """Returns when every rank has called it with this ``name``. With a GPU, what was issued to it
-    is done by then.
+def seconds_to_wait() -> float:
+    """Return how long a collective of the default process group waits for a late rank."""
+    world = dist.distributed_c10d._get_default_group()
+    # Its backends, one per type of device, were made with one timeout.
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    # torch's fake backend has no options: it never waits.
+    return math.inf if options is None else options._timeout.total_seconds()
 
-    Runs over the store, on any backend. Raises TimeoutError on every rank that waited longer than
-    ``timeout_s`` (default: the world's timeout), naming the late ranks and, after `setup`, their
-    hosts. Without a process group it returns at once.
+
+def barrier(name: str, timeout_s: float | None = None) -> None:
+    """Block until every rank has called this function with the same ``name``. With a GPU, also wait
+    for all issued work of the device.
+
+    The barrier runs over the store, with any backend. Without a process group it returns at once.
+
+    Args:
+        name: identifies the barrier.
+        timeout_s: default: the world's timeout.
+
+    Raises:
+        TimeoutError: on every rank that waited longer than ``timeout_s``, naming the late ranks
+            and, after `setup`, their hosts.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -374,12 +406,10 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     if timeout_s is None:
-        world = dist.distributed_c10d._get_default_group()
-        # Its backends, one per type of device, were made with one timeout.
-        own = world._get_backend(world._device_types[0]).options
-        timeout_s = own._timeout.total_seconds()
+        timeout_s = seconds_to_wait()
+    exchange.meet("calls parallel2d.barrier")
 
-    # Every call with one name has a number, equal on all ranks, and its own keys.
+    # Calls with the same name are numbered, equally on all ranks, and use separate keys.
     number = store.add(f"parallel2d/barrier/{name}/calls/{rank}", 1)
     key = f"parallel2d/barrier/{name}/{number}"
     store.set(f"{key}/{rank}", "1")
@@ -392,17 +422,18 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
             raise TimeoutError(
                 f"barrier {name}: rank {rank} waited {timeout_s:g} s for {', '.join(late)}"
             ) from None
-        # The last rank may have come between the end of the wait and this look at the store.
+        # The last rank may have arrived between the end of the wait and this check.
         if not store.check([f"{key}/all"]):
             raise error
-    # Everybody is here, so everybody has left the call before and needs its keys no more.
+    # All ranks are in this call, so all have left the previous call: its keys are unused.
     if rank == 0 and number > 1:
         for last in (*range(ranks), "arrived", "all"):
             store.delete_key(f"parallel2d/barrier/{name}/{number - 1}/{last}")
 
 
 def _absent(store: Any, key: str, ranks: int) -> list[str]:
-    """``rank 3 on node1`` of each that has not set its key; without hosts outside of `setup`."""
+    """Return ``rank 3 on node1`` for each rank that has not set its key; without hosts outside of
+    `setup`."""
     late = []
     for rank in filter(is_present, range(ranks)):
         if not store.check([f"{key}/{rank}"]):
@@ -411,7 +442,8 @@ def _absent(store: Any, key: str, ranks: int) -> list[str]:
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds what training draws from (dropout); weights and data order have generators apart."""
+    """Seed the default generators, which training uses for dropout. Weights and data order use
+    separate generators."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

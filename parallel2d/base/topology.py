@@ -1,5 +1,5 @@
-"""Which rank this process is, from the variables that its launcher set: `find_rank`. Which ranks
-share a host, gathered from the ranks and never assumed from their order: `Topology.gather`."""
+"""Rank of this process, from the variables of its launcher: `find_rank`. Ranks that share a host,
+gathered from the ranks and never assumed from their order: `Topology.gather`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 from parallel2d.base.errors import ConfigError, counted
 
-JOB = "PARALLEL2D_JOB"  # set by the launcher of one node for its workers: the file of the job
-AGENT = "PARALLEL2D_AGENT"  # set by our launcher: its folder, which lives as long as it does
-# set by our launcher: the endpoint of the workers' store, and the prefix of their keys in it
+# The launcher sets these variables for its workers.
+JOB = "PARALLEL2D_JOB"  # on a single node: the file of the job
+AGENT = "PARALLEL2D_AGENT"  # the folder of the launcher, which is removed at its exit
+# The endpoint of the workers' store, and the prefix of their keys
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
-# set by our launcher: 1 where it has the store that other nodes use, which ends with it
+# 1 if the launcher serves the store of all nodes, which ends with the launcher
 HAS_STORE = "PARALLEL2D_HAS_STORE"
-# Set by our launcher: how often the ranks of this replica were replaced.
+# Restart count of the ranks of this replica
 INCARNATION = "PARALLEL2D_LIFE"
-# set by our launcher: a folder in shared memory for this node's ranks, which it removes at its end
+# A folder in shared memory for the ranks of this node, which the launcher removes at its exit
 MEMORY_DIR = "PARALLEL2D_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 # Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
@@ -29,7 +30,8 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """``launcher``: ``self`` and ``nodes`` (ours, of one or several), ``torchrun`` or ``srun``."""
+    """Rank and launcher of this process. ``launcher`` is ``self`` (our launcher, one node),
+    ``nodes`` (our launcher, several nodes), ``torchrun`` or ``srun``."""
 
     rank: int
     world_size: int
@@ -40,12 +42,13 @@ class RankIdentity:
 
 
 def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdentity | None:
-    """The `RankIdentity` that the environment gives this process, or None when it is not a rank.
+    """Return the `RankIdentity` from the environment, or None if this process is not a rank.
 
-    torchrun: its variables. srun: those of a step with several tasks; the shell of ``salloc`` or
-        ``srun --pty`` is not a rank.
-    For srun the variables that torch needs are derived and set. Raises `ConfigError` for an
-    incomplete set.
+    Under srun only a task of a step with several tasks is a rank; the shell of ``salloc`` or ``srun
+    --pty`` is not. The variables that torch needs are derived from Slurm's variables and set.
+
+    Raises:
+        ConfigError: for an incomplete set of variables.
     """
     env = os.environ if environment is None else environment
     launcher = _find_launcher(env)
@@ -61,7 +64,7 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
         nodes=_integer(env, "GROUP_WORLD_SIZE", "1"),
         launcher=launcher,
     )
-    # Not part of the identity, but the error is clearer here than where the port is used.
+    # Not part of the identity, but the error is clearer here than at the use of the port.
     _integer(env, "MASTER_PORT")
     if identity.rank >= identity.world_size:
         raise ConfigError(f"RANK={identity.rank} must be below WORLD_SIZE={identity.world_size}")
@@ -69,7 +72,7 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
 
 
 def _find_launcher(env: MutableMapping[str, str]) -> str | None:
-    """``launcher`` of the `RankIdentity`, or None when no launcher started this process."""
+    """Return ``launcher`` of the `RankIdentity`, or None if no launcher started this process."""
     if not {"RANK", "WORLD_SIZE"} <= env.keys():
         step = env.get("SLURM_STEP_ID", "")
         if "SLURM_PROCID" not in env or not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
@@ -82,30 +85,32 @@ def _find_launcher(env: MutableMapping[str, str]) -> str | None:
             f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not: start with torchrun, or "
             "unset them"
         )
-    # Our own launchers set the variables of torchrun and one of their own.
+    # Our launchers set the variables of torchrun and an additional one.
     if JOB in env:
         return "self"
     return "nodes" if AGENT in env else "torchrun"
 
 
 def _integer(env: MutableMapping[str, str], name: str, default: str | None = None) -> int:
-    """The variable, or ``default``, as a number of at least 0. Raises `ConfigError` for others."""
+    """Return the variable, or ``default``, as an integer. Raises `ConfigError` for other texts and
+    negative numbers."""
     text = env.get(name, default)
-    # str.isdigit is false for signs, points and the empty text.
+    # str.isdigit is false for signs, points and an empty string.
     if text is None or not text.isdigit():
         raise ConfigError(f"{name}={text} in the environment must be a whole number")
     return int(text)
 
 
 def _set_from_slurm(env: MutableMapping[str, str]) -> None:
-    """Sets torchrun's variables from those of srun; a given MASTER_ADDR or MASTER_PORT stays."""
+    """Set torchrun's variables from srun's variables. A given MASTER_ADDR or MASTER_PORT is not
+    changed."""
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
     nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
-    # One number for each node, such as 4(x2),3: the first is taken.
+    # One number per node, such as 4(x2),3. The first is used.
     by_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks // max(nodes, 1)))
     local_size = by_node.split("(")[0].split(",")[0]
     env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST", "localhost")))
-    # All tasks derive the same port without a message, and two steps on one node seldom share it.
+    # All tasks derive the same port without communication; two steps on one node rarely share it.
     seed = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + seed % 20000))
     env["RANK"] = env["SLURM_PROCID"]
@@ -117,7 +122,7 @@ def _set_from_slurm(env: MutableMapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: ``gpu[03-05,9],cpu1`` -> ``gpu03``."""
+    """Return the first host of a Slurm node list: ``gpu[03-05,9],cpu1`` -> ``gpu03``."""
     head, bracket, rest = nodes.partition("[")
     # No brackets, or brackets of a later host: cpu1,gpu[03-05]
     if not bracket or "," in head:
@@ -127,26 +132,29 @@ def first_host(nodes: str) -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """``hosts[rank]`` is the identity of the host that rank runs on."""
+    """Placement of ranks on hosts. ``hosts[rank]`` is the identity of the host of a rank."""
 
     hosts: tuple[str, ...]
 
     @classmethod
     def gather(cls, host_id: str | None = None) -> Topology:
-        """The topology of the default process group, gathered from its ranks. Collective: all ranks
-        must call it. ``host_id``: what ranks share exactly when traffic between them stays inside
-        one machine. Default: host name plus network namespace. Containers and namespaces on one
-        kernel count as different hosts, as their traffic does; the boot id would not do, since they
-        share it."""
-        # Imported here because torch comes with it, which a launcher does not need.
+        """Return the topology of the default process group, gathered from its ranks. Collective.
+
+        Args:
+            host_id: identity of the host of this rank, equal for two ranks if and only if traffic
+                between them stays inside one machine. Default: host name and network namespace.
+                Containers and namespaces on one kernel count as different hosts, as their traffic
+                does. The boot id is not used, because they share it.
+        """
+        # Imported here because it imports torch, which a launcher does not need.
         from parallel2d.base.exchange import all_gather
         from parallel2d.base.replicas import current
 
         replicas = current()
         if replicas is not None and replicas.hosts:
-            return cls(tuple(replicas.hosts))  # known already, where some ranks may not be there
+            return cls(tuple(replicas.hosts))  # already known, and some ranks may have failed
         if host_id is None:
-            # Other systems than Linux have no /proc: the host name decides alone.
+            # Other systems than Linux have no /proc; only the host name decides.
             namespace = 0
             with contextlib.suppress(OSError):
                 namespace = os.stat("/proc/self/ns/net").st_ino
@@ -154,15 +162,16 @@ class Topology:
         return cls(tuple(all_gather(host_id)))
 
     def completed(self, world_size: int, nodes: int) -> Topology:
-        """With the ranks that are not there yet, on hosts of their own. ``nodes``: how many equal
-        ones are there."""
+        """Return the topology with the missing ranks, on additional hosts. ``nodes``: the number of
+        equal nodes that are alive."""
         here = len(self.hosts)
         absent = [f"node {rank * nodes // here} (absent)" for rank in range(here, world_size)]
         return Topology((*self.hosts, *absent))
 
     @classmethod
     def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
-        """``hosts`` machines with ``ranks`` each, for a launcher on one of several nodes."""
+        """Return a topology of ``hosts`` machines with ``ranks`` ranks each, for a launcher on one
+        of several nodes."""
         by_rank: list[str] = []
         for host in range(hosts):
             by_rank += [f"host {host}"] * ranks
@@ -174,14 +183,14 @@ class Topology:
 
     @functools.cached_property
     def ranks_by_host(self) -> dict[str, list[int]]:
-        """Host -> its ranks in ascending order; hosts in the order of their first rank."""
+        """Host -> its ranks in ascending order. Hosts are in the order of their first ranks."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             found.setdefault(host, []).append(rank)
         return found
 
     def describe(self) -> str:
-        """For messages: ``2 hosts with 4 ranks each`` or ``2 hosts with 4, 2 ranks``."""
+        """Return ``2 hosts with 4 ranks each`` or ``2 hosts with 4, 2 ranks``, for messages."""
         sizes = [len(ranks) for ranks in self.ranks_by_host.values()]
         if len(set(sizes)) != 1:
             return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"

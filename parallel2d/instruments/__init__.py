@@ -1,1 +1,1 @@
-"""What is asked about a job or a run: a plan, a certificate, a preflight, a report."""
+"""Instruments for a job or a run: planner, parity check, preflight check, report."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from parallel2d.base.config.job import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.base.store.secret import NOBODYS, write_secret
+from parallel2d.base.store.secret import PUBLIC_SECRET, write_secret
 from parallel2d.base.topology import JOB
 from parallel2d.launching.failures import (
     Preempted,
@@ -151,7 +151,7 @@ def start_node(
                 f"waiting for launch.nnodes={settings.nnodes} nodes at {endpoint} ({where}), over "
                 f"{interface}"
             )
-            if rendezvous.secret == NOBODYS:
+            if rendezvous.secret == PUBLIC_SECRET:
                 workers.log(
                     "warning: launch.insecure=true: any process that reaches this store "
                     "decides what the ranks run"

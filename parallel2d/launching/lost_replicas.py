@@ -21,7 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
-from parallel2d.base.replicas.generations import LEFT_OUT
+from parallel2d.base.replicas.quorum import LEFT_OUT
 from parallel2d.base.topology import INCARNATION
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import NodeRanks

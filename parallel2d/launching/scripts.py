@@ -52,5 +52,5 @@ def _step() -> int | None:
     from parallel2d.base.replicas import current
 
     replicas = current()
-    applied = replicas.applied.step if replicas is not None else None
-    return None if applied is None else applied + 1
+    committed = replicas.committed_step if replicas is not None else None
+    return None if committed is None else committed + 1

@@ -12,15 +12,17 @@ import contextlib
 import functools
 import logging
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
-from parallel2d.base.device import accelerator_type
+from parallel2d.base.device import accelerator_type, backend_for
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
+from parallel2d.base.open_files import prepare_rank
 from parallel2d.base.replicas import absent_ranks, current, init_plain_world
 from parallel2d.base.runtime import release_groups
 from parallel2d.base.topology import Topology
@@ -79,9 +81,11 @@ def place_mesh(
     replicas = current()
     # From here on each of these replicas may fail without the others.
     if replicas is not None and shape.replicate > 1:
+        prepare_rank(shape.world_size, replicas=shape.replicate)
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     elif replicas is not None:
-        init_plain_world(replicas)  # torch then uses the world for groups of all ranks
+        # torch then uses the world for groups of all ranks.
+        init_plain_world(replicas, backend_for(device_type))
     mesh = _mesh_of(device_type, ranks, shape)
     # New process groups are collective over the world. They are created here, where all ranks take
     # part, because a first use may come later on some ranks, or in another order.
@@ -94,10 +98,28 @@ def place_mesh(
 
 def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceMesh:
     sizes = {axis: size for axis, size in shape.sizes.items() if size > 1 or axis in AXES[:2]}
-    mesh = DeviceMesh(device_type, ranks.reshape(*sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = DeviceMesh(
+        device_type,
+        ranks.reshape(*sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=_backends_of(device_type, tuple(sizes)),
+    )
     for axis in range(mesh.ndim):
         inherit_timeout(mesh.get_group(axis), mesh.device_type)
     return mesh
+
+
+def _backends_of(
+    device_type: str, axes: Sequence[str]
+) -> tuple[tuple[str | None, None], ...] | None:
+    """By axis the backend and its options, for `DeviceMesh`. If replicas may be lost, the axes
+    inside a replica get torch's own backends; those of the replicate axis are made by the default
+    group."""
+    replicas = current()
+    if replicas is None or not replicas.is_divided:
+        return None
+    inside = backend_for(device_type)
+    return tuple((None if axis == "replicate" else inside, None) for axis in axes)
 
 
 # Attribute of a mesh with a context axis
@@ -171,8 +193,6 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Set the timeout of the world's group on ``group``; torch would use its own default."""
     _axis_groups.append(weakref.ref(group, _axis_groups.remove))
-    if current() is not None:
-        return  # all groups of an elastic world share one timeout
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
     # torch's fake backend has no options: it never waits.
     options = getattr(default, "options", None)

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import broadcast
-from parallel2d.base.replicas import Applied, Presence, ReplicaLost, absent_ranks
+from parallel2d.base.replicas import Quorum, ReplicaLost, absent_ranks
 from parallel2d.base.replicas.events import Member, post
-from parallel2d.base.replicas.generations import LEFT_OUT
+from parallel2d.base.replicas.quorum import LEFT_OUT
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
@@ -68,14 +68,14 @@ class Membership:
     """
 
     def __init__(
-        self, trainer: Trained, replicas: Presence, take_roles: Callable[[Any], None]
+        self, trainer: Trained, replicas: Quorum, take_roles: Callable[[Any], None]
     ) -> None:
         self.trainer, self.replicas, self._take_roles = trainer, replicas, take_roles
         self._least = min(trainer.config.launch.min_replicas, len(replicas.ranks))
         if replicas.needs_all:
             self._least = len(replicas.ranks)
         self._requeue_exit_code = trainer.config.launch.requeue_exit_code
-        self._planned = replicas.generation
+        self._planned = replicas.epoch
         self._dealt: int | None = None
         self._readers: list[Member] = []  # among whom batches from the feed are dealt
         self._senders: list[Sender] = []
@@ -96,7 +96,7 @@ class Membership:
     @property
     def has_state(self) -> bool:
         """False before this replica has joined."""
-        return self.replicas.applied.step is not None
+        return self.replicas.has_state
 
     @property
     def is_joining(self) -> bool:
@@ -107,8 +107,8 @@ class Membership:
         """Before the first step, once all is built. A replica that comes back asks to be let in."""
         trainer, replicas = self.trainer, self.replicas
         replicas.stop_requested = trainer.callbacks.stop_requested
-        replicas.start(trainer.progress.step)
-        self._planned = self._dealt = replicas.generation
+        replicas.start()
+        self._planned = self._dealt = replicas.epoch
         self._readers = sorted(replicas.members)
         if not replicas.life:
             if absent_ranks():
@@ -153,10 +153,10 @@ class Membership:
         elif leaving:
             self._regroup(admit=False)
             self._say(f"{sorted(leaving)} were told to stop")
-        elif self.replicas.generation != self._planned:  # a replica was lost between two steps
+        elif self.replicas.epoch != self._planned:  # a replica was lost between two steps
             self._say(f"from step {self.trainer.progress.step + 1} on")
         self._wait_for_enough()
-        if self.replicas.generation != self._planned:
+        if self.replicas.epoch != self._planned:
             self._plan(feed)
         self.take_roles()
 
@@ -177,6 +177,8 @@ class Membership:
             self.lose_state()
             return None
         sums = self._regroup(admit=False)
+        if sums is not None and sums[0]:  # others have heard that the step has failed
+            sums = None
         self.take_roles()
         trainer = self.trainer
         if sums is None:
@@ -208,7 +210,8 @@ class Membership:
         for sender in self._senders:
             sender.finish()
         self._senders = []
-        return self.replicas.regroup(admit=admit, least=least)
+        result = self.replicas.regroup(admit=admit, least=least)
+        return None if result is None else result.view(torch.float64).tolist()
 
     def _wait_for_enough(self) -> None:
         """Where a rank is asked to stop meanwhile, one more step is done, and saved."""
@@ -232,9 +235,9 @@ class Membership:
     def deal(self) -> bool:
         """Deals global batches out among those who are there; false where that was done already."""
         trainer, members = self.trainer, self.replicas.members
-        if self._dealt == self.replicas.generation:
+        if self._dealt == self.replicas.epoch:
             return False
-        self._dealt = self.replicas.generation
+        self._dealt = self.replicas.epoch
         lost = len(self._members.difference(members))
         self._members = set(members)
         kept = error_feedback_of(trainer.model)
@@ -274,10 +277,10 @@ class Membership:
         self._readers = sorted(replicas.members)
         if joined:
             feed.restart(trainer.plan, trainer.upcoming.position)
-        self._planned = replicas.generation
+        self._planned = replicas.epoch
         self._give()
         if trainer.forward_crosses and self.finish_joining() and not self.has_state:
-            replicas.applied = Applied(trainer.progress.step, [])
+            replicas.has_state = True
 
     def _nothing(self) -> StepBatch:
         """The part in the next global batch of a rank that computes nothing of it."""
@@ -288,15 +291,13 @@ class Membership:
         """The first step of a process takes long, and as a member all others would wait for it."""
         trainer = self.trainer
         assert trainer.upcoming is not None
-        self.replicas.give_up()  # nothing crosses replicas
-        self.replicas.in_step = True
-        trainer.forward_backward(trainer.upcoming, 1)
-        followers = [type(each.updates) for each in engines_in(trainer.model)]
-        if set(followers) <= {UpdateFollower}:  # others talk to other replicas
-            trainer.optimizer.step()
-            trainer.optimizer.state.clear()  # the donor may have none of some parameters
-        self._discard_gradients()
-        self.replicas.in_step = self.replicas.lost = False
+        with self.replicas.isolated():
+            trainer.forward_backward(trainer.upcoming, 1)
+            followers = [type(each.updates) for each in engines_in(trainer.model)]
+            if set(followers) <= {UpdateFollower}:  # others talk to other replicas
+                trainer.optimizer.step()
+                trainer.optimizer.state.clear()  # the donor may have none of some parameters
+            self._discard_gradients()
 
     def _discard_gradients(self) -> None:
         discard_accumulated(self.trainer.model)
@@ -313,7 +314,7 @@ class Membership:
                 replicas.exit_code = self._requeue_exit_code
                 replicas.vote(True)  # until all of its ranks know it
                 replicas.leave()
-            replicas.met = replicas.generation
+            replicas.synchronized = replicas.epoch
             state = None
             with contextlib.suppress(ReplicaLost):
                 state = trainer.checkpointer.restore(restarted=True)
@@ -326,7 +327,7 @@ class Membership:
         if before > step:
             self.take_roles()  # the rows of these steps stand
         trainer.load_state_dict(state)
-        replicas.applied = Applied(step, [])
+        replicas.has_state = True
         trainer.recorder.go_back(step)
         self.take_roles()
         feed.restart(trainer.plan, trainer.progress.samples)
@@ -337,7 +338,7 @@ class Membership:
         self._totals[keys.REPEATED_SAMPLES] += (before - step) * trainer.plan.global_batch_size
         self._totals = broadcast(self._totals)
         replicas.joined = []
-        self._planned = self._dealt = replicas.generation
+        self._planned = self._dealt = replicas.epoch
         self._say(f"from step {before} back to step {step} after {seconds:.2f} s")
 
     # A replica that joins, and its donor
@@ -393,7 +394,8 @@ class Membership:
         if self._receiver is not None and not self.replicas.vote(self._receiver.finish()):
             self.lose_state()
             return False
-        self._receiver = None
+        if self._receiver is not None:
+            self._receiver, self.replicas.has_state = None, True
         self.replicas.joined = []
         return True
 
@@ -404,7 +406,7 @@ class Membership:
             self._receiver.finish()
             self._receiver = None
         self.replicas.in_step = False
-        self.replicas.applied = Applied(None, [])
+        self.replicas.has_state = False
         self.trainer.upcoming = self._nothing()  # there is a next step
         self.trainer.preempted = False
         self._discard_gradients()

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import Applied, Presence, current
+from parallel2d.base.replicas import Quorum, current
 from parallel2d.base.replicas.events import post
 from parallel2d.base.topology import AGENT
 from parallel2d.parallel.mesh import data_coordinate, live_data_ranks, mesh_shape
@@ -97,7 +97,8 @@ class Replicas:
         others. Collective, once all is built."""
         self._step, replicas = first - 1, self._replicas
         if replicas is not None:
-            replicas.start(self._step)
+            replicas.start()
+            replicas.committed_step = None if replicas.life else self._step
             if replicas.life:
                 self._join(replicas)
         while self._step < last:
@@ -130,18 +131,19 @@ class Replicas:
             self._note_step()
         return self._computes
 
-    def _agree(self, replicas: Presence) -> bool:
+    def _agree(self, replicas: Quorum) -> bool:
         """Whether all who are there have the gradients of this step."""
         vector = torch.tensor([replicas.lost, replicas.joins], dtype=torch.float64)
         with control_traffic():
             dist.all_reduce(vector)
-        sums: list[float] | None = vector.tolist()
-        if not replicas.holds(vector[0].item()):
-            sums = replicas.regroup(admit=False)
-        if sums is None:
+        sums: Tensor | None = vector
+        if not replicas.committed or vector[0]:
+            result = replicas.regroup(admit=False)
+            sums = None if result is None else result.view(vector.dtype)
+        if sums is None or sums[0]:
             return False
-        replicas.applied = Applied(self._step, sums)
-        self._joins = sums[1] > 0
+        self._joins = bool(sums[1] > 0)
+        replicas.committed_step = self._step
         return True
 
     def _follow_members(self) -> None:
@@ -156,7 +158,7 @@ class Replicas:
 
     # A replica that comes back, and those that let it in
 
-    def _join(self, replicas: Presence) -> None:
+    def _join(self, replicas: Quorum) -> None:
         if replicas.place == 0:
             post(replicas.store, "join", replicas.own)
         while True:
@@ -170,10 +172,11 @@ class Replicas:
         replicas.joined = []
         self._step = manifest.step
         self._data_ranks = self.data_ranks
-        replicas.applied = Applied(self._step, [])
+        replicas.has_state = True
+        replicas.committed_step = self._step
         self._load_state(manifest.state["own"])
 
-    def _admit(self, replicas: Presence) -> None:
+    def _admit(self, replicas: Quorum) -> None:
         if (outer := outer_sync(self._model)) is not None:
             outer.receive()
         replicas.regroup(admit=True)

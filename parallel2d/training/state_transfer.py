@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from parallel2d.base.exchange import decode, encode
 from parallel2d.base.files.tensor_file import bytes_of
-from parallel2d.base.replicas import Presence
+from parallel2d.base.replicas import Quorum
 from parallel2d.base.replicas.events import Member
 from parallel2d.base.store.address import in_thread
 from parallel2d.parallel.weights.named_tensors import (
@@ -59,7 +59,7 @@ class Sender:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        replicas: Presence,
+        replicas: Quorum,
         joiner: Member,
         state: dict[str, Any],
     ) -> None:
@@ -109,7 +109,7 @@ class Receiver:
     """Takes over the state of a peer, from `begin` until `finish`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Quorum
     ) -> None:
         self._model, self._optimizer, self._replicas = model, optimizer, replicas
 
@@ -180,7 +180,7 @@ class KeptBuffers:
 
 
 def start_senders(
-    model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Presence, state: dict[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Quorum, state: dict[str, Any]
 ) -> list[Sender]:
     """One for each replica that has joined, where this one is their donor."""
     joined = replicas.joined if replicas.replica == replicas.donor else []

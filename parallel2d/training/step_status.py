@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.device import sent_to
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import Applied, current, is_joining, present_ranks
+from parallel2d.base.replicas import current, is_joining, present_ranks
 from parallel2d.base.topology import HAS_STORE
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
@@ -91,7 +91,8 @@ class StepStatus:
             dist.all_reduce(vector)
         # The host waits for the device here, and nowhere else in a step.
         summed = vector.cpu()
-        if replicas is not None and replicas.on and not replicas.holds(summed[0].item()):
+        is_repeated = not replicas.committed or summed[0] if replicas and replicas.on else False
+        if is_repeated:
             return None
         return self.conclude(step, summed, own, loss_scale)
 
@@ -141,8 +142,6 @@ class StepStatus:
         self, step: int, summed: Tensor, own: RankStatus, loss_scale: float
     ) -> tuple[StepOutcome, int]:
         """As `all_reduce`, from the sum of all ranks' vectors, on CPU. Without communication."""
-        if (replicas := current()) is not None:
-            replicas.applied = Applied(step, summed.tolist())
         about, wishes, counts, rows, used, hashes, sums, squares = summed.split(self._sizes)
         tokens, batch_hash, upcoming_tokens = counts.tolist()
         loss_sum, squared_change = sums.tolist()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config import TrainConfig
-from parallel2d.base.replicas import Presence
+from parallel2d.base.replicas import Quorum
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.data.opening import OpenData
@@ -39,7 +39,7 @@ class TrainerParts:
     checkpointer: Checkpointer
     ownership: OwnershipLock  # checked before every row and every checkpoint
     hooks: Sequence[Hook]  # called after every step
-    replicas: Presence | None = None  # set if replicas may fail and join
+    replicas: Quorum | None = None  # set if replicas may fail and join
     # Called on the new leader after a failure of the old one
     take_roles: Callable[[Any], None] = lambda trainer: None
 

@@ -1,9 +1,9 @@
-"""Typed configuration: what can be set, its defaults, and the consequence of each choice.
+"""Typed configuration: every key, its default and its consequence.
 
-The dataclasses work without Hydra (``ParallelConfig("zero3")`` in a loop of your own) and are the
-schema that the command line is checked against. `parallel` says how a model is laid over the ranks,
-`model_and_data` what is trained on what, `cluster` on which machines, `job` holds the rest.
-`checks` finds contradictions, `composition` is Hydra.
+The dataclasses work without Hydra (``ParallelConfig("zero3")`` in a custom training loop) and are
+the schema of the command line. `parallel` holds the layout of a model over the ranks,
+`model_and_data` the model and the data set, `cluster` the machines, and `job` all other sections.
+`checks` finds contradictions between keys, `composition` calls Hydra.
 """
 
 from __future__ import annotations

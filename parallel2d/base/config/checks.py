@@ -1,8 +1,8 @@
-"""Checks what the fields of a configuration mean together. Start at `validated`.
+"""Cross-field checks of a configuration. Start at `validated`.
 
-Every problem of a configuration is reported at once, one line each: the key, the value and what is
-allowed. `config.options` checks each field alone, and that what is set is read. Pairs of settings
-that do not go together are tables here; what takes more to find is a function.
+All problems of a configuration are reported at once, one line each, with the key, the value and the
+constraint. `config.options` checks each field separately, and refuses a field that no other setting
+reads. Incompatible pairs of settings are tables in this module; all other checks are functions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from parallel2d.base.config.parallel import TENSOR_WORDS, ParallelConfig
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
-# Two settings, and why they do not go together. A key alone: every value but its default.
+# Two incompatible settings and the reason. A key without a value: every value but its default.
 _Conflicts = tuple[tuple[str, str, str], ...]
-# Whether something is wrong, and the line that says so
+# (True for a problem, its message)
 _Problems = Iterator[tuple[object, str]]
 
 _FP8_INPUTS = "products take precision.param=bf16 (or fp32)"
@@ -52,7 +52,7 @@ _PARALLEL_CONFLICTS: _Conflicts = (
     (
         "sync.wire=int4",
         "sync.during_accumulation=full",
-        "what was not sent before is sent once in a global batch; use reduce_scatter_only or none",
+        "error feedback is sent once in a global batch; use reduce_scatter_only or none",
     ),
 )
 _JOB_CONFLICTS: _Conflicts = (
@@ -70,8 +70,12 @@ _JOB_CONFLICTS: _Conflicts = (
 
 
 def validated(config: _Config) -> _Config:
-    """Returns ``config``. Raises `ConfigError` with one line per problem: those of single fields
-    first, then contradictions between fields."""
+    """Return ``config`` if it has no problem.
+
+    Raises:
+        ConfigError: with one line per problem, first of single fields, then contradictions between
+            fields.
+    """
     read: Any = config
     checks = [*_PARALLEL_CHECKS]
     if isinstance(config, TrainConfig):
@@ -85,22 +89,23 @@ def validated(config: _Config) -> _Config:
 
 
 def check_data(data: DataConfig) -> None:
-    """Raises `ConfigError` with one line per problem of a `DataConfig`."""
+    """Raise `ConfigError` with one line per problem of a `DataConfig`."""
     _refuse([*field_problems(data, "data."), *data_problems(data)])
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Raises `ConfigError` with one line per field that breaks its own constraint."""
+    """Raise `ConfigError` with one line per field that violates its constraint."""
     _refuse(field_problems(optimizer, "optimizer."), _betas(optimizer))
 
 
 def check_steps(config: TrainConfig) -> None:
-    """Raises `ConfigError` for keys that do not fit the steps that ``train.epochs`` has decided."""
+    """Raise `ConfigError` for keys that contradict the number of steps that ``train.epochs``
+    gives."""
     _refuse((), _steps(config))
 
 
 def _refuse(problems: Iterable[str], *checks: _Problems) -> None:
-    """Raises `ConfigError` for ``problems``, and for the lines of ``checks`` that apply."""
+    """Raise `ConfigError` for ``problems``, and for the lines of ``checks`` that apply."""
     found = itertools.chain(*checks)
     lines = [*problems, *(line for is_wrong, line in found if is_wrong)]
     if lines:
@@ -114,7 +119,7 @@ def _conflicting(conflicts: _Conflicts, config: Any) -> _Problems:
 
 
 def _setting_text(config: Any, setting: str) -> str | None:
-    """``setting`` with the value that ``config`` has for it; None where that is another."""
+    """Return ``KEY=VALUE`` for ``setting`` if ``config`` has it; None if its value is another."""
     key, _, wanted = setting.partition("=")
     group, _, name = key.partition(".")
     section = getattr(config, group)
@@ -125,12 +130,12 @@ def _setting_text(config: Any, setting: str) -> str | None:
     return f"{key}={as_override(value)}" if is_set else None
 
 
-# What is trained
+# Model and data
 
 
 def _llama(config: TrainConfig) -> _Problems:
     model = config.model
-    # Zero heads have a line of their own.
+    # Zero heads are reported by the check of the field.
     if not isinstance(model, LlamaModel) or min(model.n_heads, model.n_kv_heads) < 1:
         return
     heads = f"model.n_heads={model.n_heads}"
@@ -150,7 +155,7 @@ def _library_model(config: TrainConfig) -> _Problems:
     model = config.model
     if not isinstance(model, HuggingFaceModel):
         return
-    # One names a folder with a configuration, the other a configuration without a folder.
+    # path names a folder with a configuration, architecture a configuration without a folder.
     yield (
         (model.path is None) == (model.architecture is None),
         "model=hf needs either model.path, a folder, or model.architecture, such as llama",
@@ -162,7 +167,7 @@ def _library_model(config: TrainConfig) -> _Problems:
         not isinstance(adapter, Mapping),
         f"model.adapter={adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}",
     )
-    # An adapter is saved alone, and means nothing without the weights that it was trained on.
+    # Only the adapter is saved, which is useless without the weights that it was trained on.
     yield (
         model.path is None or not model.load_weights,
         "model.adapter needs model.path and model.load_weights=true: weights that are kept",
@@ -198,7 +203,7 @@ def _data(config: TrainConfig) -> _Problems:
     )
 
 
-# How gradients become updates
+# Optimizer
 
 _GROUP_KEYS = ("pattern", "lr_scale", "weight_decay", "algorithm")
 
@@ -225,7 +230,7 @@ def _betas(optimizer: OptimizerConfig) -> _Problems:
 
 def _group_problems(entry: Any, optimizer: str) -> _Problems:
     has_pattern = isinstance(entry, dict) and isinstance(entry.get("pattern"), str)
-    # A pattern alone would choose parameters and change nothing about them.
+    # An entry with only a pattern would choose parameters and change none of their settings.
     if not has_pattern or len(entry) < 2:
         form = "an entry has the form {pattern: a.*, lr_scale: 0.1}"
         yield True, f"optimizer.groups has {entry}; {form}"
@@ -245,9 +250,9 @@ def _group_problems(entry: Any, optimizer: str) -> _Problems:
             yield True, f"{where} is not one of {', '.join(_GROUP_KEYS)}{near}"
 
 
-# How the model is laid over the ranks
+# Layout of the model over the ranks
 
-# Back ends of torch.compile that choose what backward recomputes.
+# Backends of torch.compile that choose the activations that backward recomputes
 _PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
@@ -266,7 +271,8 @@ def _memory_budget(config: TrainConfig | ParallelConfig) -> _Problems:
     yield (
         config.activation_checkpointing.name == "budget" and not compiles,
         "activation_checkpointing=budget needs compile=block with "
-        f"compile.backend={' or '.join(_PARTITIONING)}: the compiler chooses what is recomputed",
+        f"compile.backend={' or '.join(_PARTITIONING)}: the compiler chooses the recomputed "
+        "activations",
     )
 
 
@@ -314,7 +320,7 @@ def _steps(config: TrainConfig) -> _Problems:
     yield min(ranks, default=0) < 0, f"profile.ranks={ranks} must be ranks, counted from 0"
 
 
-# What ends and saves a run by what was measured
+# Metrics that end or save a run
 
 
 def _best(config: TrainConfig) -> _Problems:
@@ -331,7 +337,7 @@ def _best(config: TrainConfig) -> _Problems:
         "checkpoint.keep_best": config.checkpoint.keep_best,
     }
     for key, metric in asked.items():
-        # A hook may measure anything but the loss of a set that is not there.
+        # A hook may measure anything but the loss of an unknown validation set.
         is_from_hook = train.hooks and not re.fullmatch("validation/(.*/)?loss", str(metric))
         yield (
             metric is not None and metric not in measured and not is_from_hook,
@@ -354,14 +360,14 @@ def _nodes(config: TrainConfig) -> _Problems:
         launch.min_replicas > 1
         and (config.strategy.placement.splits_updates or not config.replicas_survive),
         f"launch.min_replicas={launch.min_replicas} has no effect here: this job needs all of its "
-        "replicas (docs/failures.md says which do not)",
+        "replicas (docs/failures.md lists jobs that do not)",
     )
     try:
         _, largest = launch.node_range
     except ConfigError as error:
         yield True, str(error)
         return
-    # Several nodes must know where to meet; a single one must not wait for others.
+    # Several nodes need a rendezvous endpoint; a single node must not wait for others.
     yield (
         largest > 1 and not launch.rdzv_endpoint,
         f"launch.nnodes={launch.nnodes} needs launch.rdzv_endpoint=HOST:PORT, the same on every "

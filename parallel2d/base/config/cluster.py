@@ -1,5 +1,5 @@
-"""The ``cluster`` and ``plan`` sections: the machines that a job is planned for, whose presets are
-in ``conf/cluster``, and how it is planned."""
+"""The ``cluster`` section, the machines that a job is planned for (presets are in
+``conf/cluster``), and the ``plan`` section, the options of the planner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PeakConfig:
 
 @dataclass
 class DeviceConfig:
-    """One device. ``null``: not known; what needs it is not computed."""
+    """One device. ``null``: not known; figures that depend on the value are not computed."""
 
     name: str = option("unknown", "Its name; that of a GPU chooses the efficiency of compute")
     type: str = option("auto", "Decides which collectives it has", choices=("auto", "cuda", "cpu"))
@@ -35,8 +35,8 @@ class DeviceConfig:
 
 @dataclass
 class LinkConfig:
-    """One end's connection. Both directions can be used at once. ``null``: not known, and then all
-    three are: a bandwidth without a latency gives no time."""
+    """Full-duplex connection of one end. ``null``: not known; then all three fields must be null,
+    because a bandwidth without a latency gives no time."""
 
     up_gbit: float | None = option(
         None, "1e9 bits per second that one end sends", above=0, needs="down_gbit"
@@ -50,8 +50,8 @@ class LinkConfig:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The bandwidth of a collective: its ranks send as much as they receive, so the slower
-        direction decides. None where it is not known."""
+        """Bandwidth of a collective, or None if it is not known. The ranks of a collective send as
+        much as they receive, so the slower direction decides."""
         if self.up_gbit is None or self.down_gbit is None:
             return None
         return min(self.up_gbit, self.down_gbit) * 1e9 / 8
@@ -59,11 +59,18 @@ class LinkConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines that `python -m parallel2d.plan` plans for; training takes those it finds."""
+    """The machines that `python -m parallel2d.plan` plans for; training uses the machines that it
+    detects."""
 
-    name: str = option("local", "What reports call these machines")
+    name: str = option("local", "Name of these machines in reports")
     nodes: int | str = option("auto", "Number of nodes; auto = the largest of launch.nnodes", min=1)
     ranks_per_node: int | str = option("auto", "Ranks of each; auto = launch.nproc_per_node", min=1)
+    # Found by python -m parallel2d.preflight --self-check
+    replica_backend: str = option(
+        "none",
+        "The backend with which training continues on its GPUs after the loss of a replica",
+        choices=("none", "gloo", "nccl2"),
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     inside_node: LinkConfig = field(default_factory=LinkConfig)  # of one rank
     between_nodes: LinkConfig = field(default_factory=LinkConfig)  # of a node: its ranks share it
@@ -71,7 +78,7 @@ class ClusterConfig:
 
 @dataclass
 class PlanConfig:
-    """What `python -m parallel2d.plan` does, and ``train`` instead of training."""
+    """Options of `python -m parallel2d.plan`, and of the planner in ``train``."""
 
     dry_run: bool = option(False, "Print mesh, memory and bytes per axis, and start nothing")
     verify: bool = option(False, "Trace the peak of the parallelized model too; up to a minute")

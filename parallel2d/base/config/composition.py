@@ -1,7 +1,8 @@
-"""From the words of a command line to a checked `TrainConfig` and a run directory, by Hydra.
+"""Compose a checked `TrainConfig` and a run directory from command-line arguments, by Hydra.
 
-`compose` composes one job, `survey` what words choose and might choose; `config.sweep` leaves
-several jobs, or ``--cfg``, to Hydra. `config.overrides` has what happens to the words before.
+`compose` composes one job. `survey` lists the chosen values and the choices of each group.
+`config.sweep` passes several jobs, or ``--cfg``, to Hydra. `config.overrides` parses the arguments
+first.
 """
 
 from __future__ import annotations
@@ -33,25 +34,29 @@ from parallel2d.base.config.schema import choices_by_group, initialized
 from parallel2d.base.errors import ConfigError
 
 Task = Callable[[Job], float | None]
-# Options with which Hydra answers, or runs something else than one job.
+# With these options Hydra prints an answer or runs several jobs.
 _NO_SINGLE_JOB = ("help", "hydra_help", "shell_completion", "cfg", "info", "multirun")
 
 
 @dataclass(frozen=True)
 class Composition:
-    """One composed job. It leaves no trace until `start`."""
+    """One composed job. It writes no file before `start`."""
 
     config: TrainConfig
     words: tuple[str, ...]
-    _composed: DictConfig  # with Hydra's own part
-    _options: tuple[str, ...]  # that the words need to mean the same again
+    _composed: DictConfig  # including Hydra's section
+    _options: tuple[str, ...]  # that are needed to compose the same job again
 
     def start(self, task: Task) -> None:
-        """Makes the run directory and calls ``task``. Raises `ConfigError` where it cannot."""
+        """Create the run directory and call ``task``.
+
+        Raises:
+            ConfigError: if the directory cannot be created.
+        """
         if not str(self._composed.hydra.run.dir).strip():
             raise ConfigError("hydra.run.dir is empty; name a folder, or omit it for a new one")
         _check_links(self._composed.hydra.run.dir)
-        # What `hydra.main` does after it has composed.
+        # The steps of `hydra.main` after composition
         config = {"config": self._composed, "config_name": self._composed.hydra.job.config_name}
         callbacks = Callbacks(self._composed)
         callbacks.on_run_start(**config)
@@ -70,15 +75,19 @@ class Composition:
 
 
 def compose(arguments: Sequence[str]) -> Composition | None:
-    """What ``arguments`` compose to, without any trace; None where they are no single job: ``-m``,
-    ``--cfg``, several values for a key. Raises `ConfigError` for anything wrong with the words."""
+    """Compose ``arguments`` without writing a file. Return None if they do not describe a single
+    job (``-m``, ``--cfg``, several values for a key).
+
+    Raises:
+        ConfigError: for wrong arguments.
+    """
     parsed = parse_arguments(arguments)
     if any(map(vars(parsed).get, _NO_SINGLE_JOB)):
         return None
     name, words = parsed.config_name, parsed.overrides
     with explain_override_errors(parsed):
         with initialized(parsed.config_dir) as hydra_instance:
-            # A file may say that several values are a sweep.
+            # A configuration file may make several values a sweep.
             if may_sweep(words) and hydra_instance.get_mode(name, words) == RunMode.MULTIRUN:
                 return None
             composed = hydra_instance.compose_config(name, words, run_mode=RunMode.RUN)
@@ -94,7 +103,7 @@ def compose(arguments: Sequence[str]) -> Composition | None:
 
 @contextlib.contextmanager
 def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
-    """Turns what Hydra raises for the words into a `ConfigError`."""
+    """Turn Hydra's errors about the overrides into a `ConfigError`."""
     try:
         yield
     except ConfigError:
@@ -109,18 +118,19 @@ def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def to_config(composed: DictConfig) -> TrainConfig:
-    """The checked dataclasses of a composed config. Raises `ConfigError` with every problem."""
+    """Return the checked dataclasses of a composed config. Raises `ConfigError` with all
+    problems."""
     return validated(_to_dataclasses(composed))
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as text, for workers and for people; `from_yaml` reads it back."""
+    """Return the configuration as YAML, for workers and for readers; `from_yaml` is the inverse."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
 def from_yaml(text: str) -> TrainConfig:
-    """The checked configuration that `to_yaml` wrote. Data only: nothing is instantiated but the
-    schema's own dataclasses. Raises `ConfigError` for text that does not fit the schema."""
+    """Return the checked configuration that `to_yaml` wrote. The text is data: only dataclasses of
+    the schema are instantiated. Raises `ConfigError` for text that does not fit the schema."""
     loaded = OmegaConf.create(text)
     family = loaded.model.family
     if family not in FAMILIES:
@@ -139,7 +149,7 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
         config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error)) from None
-    # Keys that ++key=value added: the conversion drops what the dataclasses do not have.
+    # Keys that ++key=value added: the conversion drops keys that the dataclasses do not have.
     keys = dotted_keys(composed)
     unknown = [key for key, is_known in keys.items() if not is_known]
     if unknown:
@@ -149,9 +159,12 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
 
 
 def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """What the words choose, as plain data with ``???`` where a value must be given, and the
-    choices of each group. Values are not checked, and words with several values for a sweep are
-    omitted. Raises `ConfigError` for words that do not compose."""
+    """Return the chosen values as plain data, with ``???`` for required values, and the choices of
+    each group. Values are not checked, and overrides with several values for a sweep are omitted.
+
+    Raises:
+        ConfigError: for overrides that do not compose.
+    """
     chosen = [word for word in parsed.overrides if not may_sweep([word])]
     with explain_override_errors(parsed), initialized(parsed.config_dir) as hydra_instance:
         composed = hydra_instance.compose_config(parsed.config_name, chosen, RunMode.RUN)
@@ -161,7 +174,8 @@ def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[
 
 
 def place_options(parsed: argparse.Namespace) -> tuple[str, ...]:
-    """The options that say where the configuration is; none for what was not given."""
+    """Return the given options that locate the configuration files: ``--config-dir`` and
+    ``--config-name``."""
     options: list[str] = []
     if parsed.config_dir:
         options += ["--config-dir", parsed.config_dir]
@@ -171,7 +185,7 @@ def place_options(parsed: argparse.Namespace) -> tuple[str, ...]:
 
 
 def job_here(config: TrainConfig, options: tuple[str, ...]) -> Job:
-    """The job in the run directory that Hydra has just made."""
+    """Return the job in the run directory that Hydra has just created."""
     settings = HydraConfig.get()
     run_dir = os.path.abspath(settings.runtime.output_dir)
     _check_links(run_dir)
@@ -181,7 +195,7 @@ def job_here(config: TrainConfig, options: tuple[str, ...]) -> Job:
 
 @contextlib.contextmanager
 def folder_errors_explained() -> Iterator[None]:
-    """Turns errors of the run directory into a `ConfigError`."""
+    """Turn errors of the run directory into a `ConfigError`."""
     try:
         yield
     except OSError as error:

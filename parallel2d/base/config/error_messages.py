@@ -1,8 +1,8 @@
-"""Which words of a command line are wrong, and why: `explain`.
+"""Error messages for wrong overrides on the command line: `explain`.
 
-Hydra stops at the first wrong word, and with a message about its own parts. Here each word is tried
-on its own, and each wrong one gets a line with the key, the value, what is allowed and the nearest
-valid choice.
+Hydra stops at the first wrong override, with a message about its internals. This module tries each
+override separately, and reports each wrong one in a line with the key, the value, the constraint
+and the nearest valid choice.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from parallel2d.base.config.schema import choices_by_group, initialized
 from parallel2d.base.errors import did_you_mean, nearest_matches
 
 _GLOBAL_PACKAGE = re.compile(r"^\s*#\s*@package\s+_global_\s*$", re.MULTILINE)
-_LINES = 5  # of a message of Hydra's that are shown
+_LINES = 5  # shown lines of a message of Hydra
 _PLUGIN = re.compile(r"Could not find 'hydra/(sweeper|launcher)/([a-z]+)(_[a-z]+)?'")
 
 
 def explain(parsed: argparse.Namespace, error: Exception) -> str:
-    """One line per wrong word, or per wrong line of one's own files; the first lines of ``error``
-    where there is none."""
+    """Return one line per wrong override, or per wrong line of custom files; the first lines of
+    ``error`` if none is found."""
     with initialized(parsed.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
         wrong, chosen, values = _read(parsed.overrides, loader, groups)
         try:
             base = compose(parsed.config_name, overrides=chosen)
-        # Such as +strategy=ddp, which no single word shows, or a wrong value in one's own file.
+        # Such as +strategy=ddp, which is valid as a single override, or a wrong value in a file of
+        # --config-dir
         except (HydraException, OmegaConfBaseException, ValueError):
             wrong = wrong or list(_wrong_in_files(parsed, chosen, groups))
             return "\n".join(wrong) or first_line(error)
@@ -99,7 +100,7 @@ def _wrong_in_file(
 
 
 def _settings(content: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a file, by full key."""
+    """Yield the settings of a file, by full key."""
     for name in map(str, content):
         node = content._get_node(name)
         if isinstance(node, DictConfig) and len(node):
@@ -112,16 +113,17 @@ def _settings(content: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]
 def _read(
     words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
 ) -> tuple[list[str], list[str], list[Override]]:
-    """Lines for wrong words; choices of groups, whose keys are needed to try values; values."""
+    """Return lines for wrong overrides, the choices of groups (their keys are needed to try
+    values), and the values."""
     wrong: list[str] = []
     chosen: list[str] = []
     values: list[Override] = []
     for word in words:
-        # Each word on its own: Hydra's parser stops at the first that it cannot read.
+        # One call per override: Hydra's parser stops at the first that it cannot read.
         try:
             override = OverridesParser.create(loader).parse_override(word)
         except HydraException as unreadable:
-            # The first line names the character; the others draw it.
+            # The first line names the character; the other lines point at it.
             reason = str(unreadable).splitlines()[0]
             advice = "write key=value, and quote special characters"
             wrong.append(f"{word} cannot be read ({reason}); {advice}")
@@ -133,10 +135,10 @@ def _read(
             choices = [part.strip() for part in text.split(",")] if is_sweep else [text]
             unknown = [choice for choice in choices if choice not in groups[key]]
             wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
-            # Of several choices for a sweep any has the keys.
+            # Every choice of a sweep has the same keys.
             if not unknown and not is_sweep:
                 chosen.append(f"{key}={text}")
-        # Hydra checks its own keys.
+        # Hydra checks its section itself.
         elif not key.startswith("hydra"):
             values.append(override)
     return wrong, chosen, values
@@ -155,7 +157,7 @@ def _unknown_choice(group: str, choice: str, choices: Sequence[str]) -> str:
 def _try_value(
     base: DictConfig, groups: Mapping[str, Sequence[str]], override: Override
 ) -> str | None:
-    """What is wrong with a word that sets a key; None for nothing."""
+    """Return the message for an override that sets a key, or None if it is right."""
     key, word = override.key_or_group, override.input_line
     keys = dotted_keys(base)
     # ~key: Hydra removes keys, and the schema has no place for a missing one.
@@ -175,7 +177,7 @@ def _value_problem(
     word: str,
     value: Any,
 ) -> str | None:
-    """What is wrong with setting ``key`` to ``value``, given as ``word``; None for nothing."""
+    """Return the message for a wrong ``value`` of ``key``, given as ``word``, or None."""
     if key not in keys:
         return None if _may_hold_anything(base, key) else unknown_key(key, word, keys, groups)
     # model=llama sets a group, optimizer=3 would replace all keys below it.
@@ -211,8 +213,8 @@ def _may_hold_anything(base: DictConfig, key: str) -> bool:
 def unknown_key(
     key: str, word: str, keys: Collection[str], groups: Mapping[str, Sequence[str]]
 ) -> str:
-    """What is said of a ``word`` that sets a ``key`` that is none of ``keys``: where it belongs,
-    the nearest, or what lists those that there are."""
+    """Return the message for an override ``word`` of an unknown ``key``: the section of the key,
+    the nearest of ``keys``, or the command that lists all keys."""
     line = f"unknown key {key}" + (f" (given as {word})" if word != key else "")
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
@@ -220,7 +222,7 @@ def unknown_key(
         owners = [family for family, kind in FAMILIES.items() if name in vars(kind())]
         if owners:
             return f"{line}: models of family {' or '.join(owners)} have it"
-    # A whole key that is spelled alike is a better guess than one whose last part is.
+    # A key with a similar full name is a better guess than a key with a similar last part.
     near = did_you_mean(key, [*keys, *groups], 0.8) or near_last_part(key, keys)
     if near:
         return line + near
@@ -230,8 +232,8 @@ def unknown_key(
 
 
 def near_last_part(key: str, keys: Collection[str]) -> str:
-    """``steps`` is train.steps or profile.steps; a key of a group is one of the same group. As
-    `did_you_mean`."""
+    """Return a suggestion by the last part, as `did_you_mean`: ``steps`` is train.steps or
+    profile.steps. For a key of a group only keys of this group are suggested."""
     parent, _, last = key.rpartition(".")
     others = {other: other.rpartition(".")[2] for other in keys}
     if parent in keys:
@@ -242,9 +244,9 @@ def near_last_part(key: str, keys: Collection[str]) -> str:
 
 
 def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
-    """All keys, groups before what they hold, each with whether the schema has it."""
+    """Return all keys, each group before its members, mapped to True if the schema has the key."""
     keys: dict[str, bool] = {}
-    # None: in a mapping without a schema, such as model.arguments, any key may stand.
+    # None: a mapping without a schema, such as model.arguments, accepts any key.
     known = getattr(OmegaConf.get_type(config), "__dataclass_fields__", None)
     for name in map(str, config):
         key = f"{prefix}{name}"
@@ -256,8 +258,8 @@ def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first lines of an error of Hydra's or OmegaConf's, or of its cause. Hydra's have advice
-    in further lines."""
+    """Return the first lines of an error of Hydra or OmegaConf, or of its cause. Hydra's errors
+    have advice in further lines."""
     text = str(error).partition("Config search path")[0].replace("\\'", "'")
     shown = list(filter(None, map(str.strip, text.splitlines())))[:_LINES]
     # Hydra often wraps OmegaConf's error in one line that does not name the reason.

@@ -1,5 +1,5 @@
-"""Answers that a command gives instead of running: `information`. `sections` has the meaning of
-every key, also for the documentation."""
+"""Output of ``--help`` and ``--version``: `information`. `sections` has the meaning of every key,
+also for the documentation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from parallel2d.base.config.overrides import parse_arguments
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
-_COLUMN = 34  # where texts begin
+_COLUMN = 34  # of the descriptions
 _OPTIONS = {
     "--help all": "every key with its value and meaning",
-    "--help KEY or GROUP": "what a key means, or all keys of a group: --help optimizer",
+    "--help KEY or GROUP": "meaning of a key, or all keys of a group: --help optimizer",
     "-m, --multirun": "one job per combination of values: -m strategy=ddp,zero3",
     "--cfg job": "print the composed configuration as YAML and end",
     "--config-dir DIR": "your own files: DIR/experiment/big.yaml is experiment=big",
@@ -53,33 +53,34 @@ _READ_ON = (
 
 @dataclass(frozen=True)
 class Documented:
-    """A key such as ``train.steps``, or a section such as ``train``: empty for keys without one."""
+    """A key such as ``train.steps``, or a section such as ``train`` (empty for keys outside of
+    sections)."""
 
     key: str
-    text: str  # what it means, whole
+    text: str  # the full description
     allowed: str = ""  # of a key, its type and constraint in words: "a whole number, at least 1"
-    choices: tuple[str, ...] = ()  # every value that it may have; empty where there are too many
-    default: Any = None  # `REQUIRED` where a value must be given
-    family: str = ""  # of the models that have these keys, for the section `model`
+    choices: tuple[str, ...] = ()  # all valid values; empty if there are too many
+    default: Any = None  # `REQUIRED` if the key has no default
+    family: str = ""  # for the section `model`: the model family that has these keys
     keys: tuple[Documented, ...] = ()  # of a section
 
     @property
     def summary(self) -> str:
-        """The first sentence of ``text``, without its full stop."""
+        """First sentence of ``text``, without its full stop."""
         return _SENTENCE_END.split(self.text, maxsplit=1)[0].rstrip(".")
 
 
 def show(text: str) -> None:
-    """Prints ``text``. A reader that ends before, such as ``| head``, is no error."""
+    """Print ``text``. A reader that closes the pipe early, such as ``| head``, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python would write the rest when it ends.
+        # Python would write the remaining text at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def version() -> str:
-    """``parallel2d 0.1.0``. Raises `ConfigError` where the package is not installed."""
+    """Return ``parallel2d 0.1.0``. Raises `ConfigError` if the package is not installed."""
     try:
         return f"parallel2d {metadata.version('parallel2d')}"
     except metadata.PackageNotFoundError:
@@ -89,12 +90,20 @@ def version() -> str:
 
 
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
-    """The text that ``words`` ask for by ``--help`` or ``--version``; None for those of a job.
+    """Return the text for ``--help`` or ``--version``, or None if neither is among ``words``.
 
-    Help is at most `WIDTH` columns wide. Values are those that the overrides among ``words``
-    compose to; of the others, each is a key or a group that is explained, or ``all`` for every key.
-    Without any it is one screen. ``program``: how the command was called. ``purpose``: what it
-    does. Raises `ConfigError` for overrides that do not compose and for unknown names."""
+    Help is at most `WIDTH` columns wide and shows the values that the overrides compose to. Without
+    a topic it is one screen.
+
+    Args:
+        words: arguments of the command: overrides, and topics for ``--help``, which are keys,
+            groups, or ``all`` for every key.
+        program: the command as it was called.
+        purpose: one sentence about the command.
+
+    Raises:
+        ConfigError: for overrides that do not compose and for unknown topics.
+    """
     if "--version" in words:
         return version()
     if {"-h", "--help"}.isdisjoint(words):
@@ -120,7 +129,7 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
 def _about(
     topic: str, values: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """The choices of ``topic``; a table for each section with keys that are it, or in it."""
+    """Yield the choices of ``topic``, and a table of each section with its matching keys."""
     if topic in groups:
         yield f"{topic}: one of {' '.join(groups[topic])}"
     for section in sections():
@@ -162,7 +171,8 @@ def _screen(
 
 
 def sections(kind: type = TrainConfig, key: str = "", family: str = "") -> Iterator[Documented]:
-    """The section of the dataclass ``kind``, then those inside; ``model`` once per family."""
+    """Yield the section of the dataclass ``kind``, then its subsections; ``model`` once per
+    family."""
     types = typing.get_type_hints(kind)
     keys: list[Documented] = []
     inside: list[Documented] = []
@@ -175,7 +185,7 @@ def sections(kind: type = TrainConfig, key: str = "", family: str = "") -> Itera
             inside += sections(types[item.name], name, family)
         else:
             keys.append(_key(name, item))
-    # In one line, and without the marks of reStructuredText.
+    # In one line, and without reStructuredText markup
     text = " ".join((inspect.getdoc(kind) or "").replace("``", "`").split())
     yield Documented(key, text, family=family, keys=tuple(keys))
     yield from inside
@@ -193,7 +203,8 @@ def _key(name: str, item: dataclasses.Field[Any]) -> Documented:
 
 
 def _row(documented: Documented, values: Mapping[str, Any], topic: str) -> tuple[str, str]:
-    """A key with its value, its meaning and what is allowed; whole for a key that was asked for."""
+    """Return a key with its value, its summary and its constraint; with the full description if
+    the key is the ``topic``."""
     value: Any = functools.reduce(operator.getitem, documented.key.split("."), values)
     setting = documented.key + (" (required)" if value == REQUIRED else f"={as_override(value)}")
     text = documented.text if topic == documented.key else documented.summary
@@ -204,7 +215,7 @@ _wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False)
 
 
 def _table(rows: Mapping[str, str]) -> Iterator[str]:
-    """Lines of two columns; a first column that is too long has lines of its own."""
+    """Yield lines of two columns; a first column that is too long gets separate lines."""
     indent = " " * _COLUMN
     for left, right in rows.items():
         texts = _wrap(right, initial_indent=indent, subsequent_indent=indent)
@@ -213,7 +224,7 @@ def _table(rows: Mapping[str, str]) -> Iterator[str]:
             yield first.ljust(_COLUMN) + texts[0].lstrip()
             yield from texts[1:]
             continue
-        # A list has no spaces at which it could be broken.
+        # A list has no spaces for line breaks.
         spaced = left.replace(",", ", ") if len(first) > WIDTH else left
         yield from _wrap(spaced, initial_indent="  ", subsequent_indent="    ")
         yield from texts

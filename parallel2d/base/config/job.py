@@ -1,5 +1,5 @@
-"""A whole job: its optimizer, loop, metrics, checkpoints and launch, and `TrainConfig`, which holds
-everything."""
+"""The sections of a job (optimizer, loop, metrics, checkpoints, launch), and `TrainConfig`, which
+holds all sections."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _custom = partial(option, read_by=("custom",))
 
 @dataclass
 class OptimizerConfig:
-    """How gradients become updates. Weight decay acts on matrices only, never on norms and biases,
-    unless ``groups`` says so.
+    """The optimizer. Weight decay applies to matrices only, not to norms and biases, unless
+    ``groups`` sets it.
 
-    ``adamw``, ``adam``, ``sgd``: elementwise, nothing is sent. ``muon``: hidden matrices by Muon,
-    each on one rank, sent in bf16; embeddings, head, norms, biases by AdamW. ``custom``: your own.
+    ``adamw``, ``adam`` and ``sgd`` update elementwise, without communication. ``muon`` updates each
+    hidden matrix on one rank, which sends it in bf16; AdamW updates embeddings, head, norms and
+    biases. ``custom`` is your own class or function.
     """
 
     name: str = option("adamw", choices=("adamw", "adam", "sgd", "muon", "custom"))
@@ -97,8 +98,8 @@ OPTIMIZERS = {
 
 @dataclass
 class SchedulerConfig:
-    """The learning rate as a function of the step alone: linear warm-up, then the named shape down
-    to ``floor`` · lr."""
+    """The learning rate as a function of the step: linear warm-up, then the named shape down to
+    ``floor`` · lr."""
 
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = option(0, "Steps in which the learning rate rises to optimizer.lr", min=0)
@@ -112,7 +113,7 @@ class SchedulerConfig:
 
 @dataclass
 class StopConfig:
-    """Ends the run, saved and with exit code 0, when a metric has stopped improving."""
+    """End the run, saved and with exit code 0, when a metric has stopped improving."""
 
     metric: str | None = option(None, "Metric that must improve, also of a hook; null: never stop")
     patience: int = option(5, "Measurements in a row that may be no better", min=1, needs="metric")
@@ -142,8 +143,8 @@ class LoopConfig:
     )
     loss_is: str = option(
         "auto",
-        "What such a loss is. auto: the sum or mean that it shows on three samples; "
-        "mean_per_micro_batch: more, which depends on the layout",
+        "Kind of this loss. auto: a sum or a mean, detected on three samples; "
+        "mean_per_micro_batch: any other, which depends on the layout",
         choices=("auto", "mean_per_micro_batch"),
     )
     loss_chunk: int | None = option(None, "Tokens whose logits exist at a time; null: all", min=1)
@@ -162,14 +163,14 @@ class LoopConfig:
         "Classes called as the run goes: [package.module:Class]. Or {hook: package.module:Class, "
         "and its arguments} (docs/hooks.md)",
     )
-    objective: str = option("validation/loss", "Metric whose last value a sweep compares")
+    objective: str = option("validation/loss", "Metric that a sweep compares, by its last value")
     certify: bool = option(False, "Compare a few steps with one process first; end if they differ")
     certify_only: bool = option(False, "Do not train then; `python -m parallel2d.certify` sets it")
 
 
 @dataclass
 class MetricsConfig:
-    """What is written and shown."""
+    """Measurements: interval, files and console."""
 
     log_every: int = option(1, "Steps between rows of metrics.jsonl; all losses are reduced", min=1)
     console: str = option("rich", "How steps are shown", choices=("rich", "plain", "silent"))
@@ -189,18 +190,18 @@ class ProfileConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the run saves, what it keeps, where it resumes. The loop waits for a copy to CPU memory
-    only, once per save."""
+    """Checkpoints: interval, retention, and the checkpoint to resume from. Once per save the loop
+    waits for a copy to CPU memory, and not for the write."""
 
     enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
     every: int = option(100, "Steps between saves, most that a crash loses; 0: not by steps", min=0)
     every_minutes: float = option(0.0, "Minutes between saves, of rank 0; 0: not by time", min=0)
     on_first_step: bool = option(False, "Save after the first step too, which shows that it works")
-    asynchronous: bool = option(True, "Write while training goes on; false: wait, no CPU copy")
+    asynchronous: bool = option(True, "Write while training continues; false: wait, no CPU copy")
     keep_last: int = option(3, "Newest checkpoints kept, with AdamW 3x parameters; 0: all", min=0)
     keep_every: int = option(0, "Checkpoints of its multiples are never deleted; 0: none", min=0)
     keep_best: str | None = option(
-        None, "Metric whose best step is kept beside the newest; checkpoints/best.json names it"
+        None, "Metric of the best step, kept with the newest ones; checkpoints/best.json names it"
     )
     keep_best_mode: str = option(
         "min", "Whether small or large values are better", choices=("min", "max"), needs="keep_best"
@@ -217,18 +218,20 @@ class CheckpointConfig:
     )
     resume: str = option("auto", "auto: the run dir's newest sound one; never: afresh; or a path")
     load: str = option(
-        "all", "What is resumed; model_only: no optimizer", choices=("all", "model_only")
+        "all", "State that is resumed; model_only: no optimizer", choices=("all", "model_only")
     )
     strict: bool = option(True, "Refuse names and shapes that differ; false: skip and list them")
 
 
 @dataclass
 class LaunchConfig:
-    """Starting workers when not under torchrun or srun: on this machine, or on every node where the
-    same command is started."""
+    """Start of workers without torchrun or srun, on this machine or on every node that runs the
+    same command."""
 
     nproc_per_node: int | str = option("auto", "Ranks of a node; auto: one per GPU, else 4", min=1)
-    nnodes: int | str = option(1, "Nodes; 2:4: go on with fewer, grow again, with one loss curve")
+    nnodes: int | str = option(
+        1, "Nodes; 2:4: continue with fewer, grow again, with one loss curve"
+    )
     rdzv_endpoint: str | None = option(
         None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
     )
@@ -240,12 +243,22 @@ class LaunchConfig:
         "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
         "parallel2d.launch secret` makes one",
     )
-    insecure: bool = option(False, "No secret: whoever reaches the endpoint decides what runs")
+    insecure: bool = option(False, "No secret: any process that reaches the endpoint can run code")
     rendezvous_timeout: float = option(600.0, "Seconds to wait for a store and enough nodes", min=1)
     max_restarts: int | str = option(
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
     min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
+    on_replica_loss: str = option(
+        "auto",
+        "auto: the others train on, on GPUs only where preflight has passed; docs/failures.md",
+        choices=("auto", "continue", "restart"),
+    )
+    replica_backend: str = option(
+        "auto",
+        "Of collectives over replicas that may be lost; auto: as preflight has passed, else gloo",
+        choices=("auto", "gloo", "nccl2"),
+    )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
@@ -266,7 +279,7 @@ class LaunchConfig:
     @property
     def node_range(self) -> tuple[int, int]:
         """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises
-        `ConfigError`."""
+        `ConfigError` for other values."""
         low, colon, high = str(self.nnodes).partition(":")
         if not colon:
             high = low
@@ -279,14 +292,14 @@ class LaunchConfig:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of nodes may change while the job runs."""
+        """True if the number of nodes may change while the job runs."""
         smallest, largest = self.node_range
         return smallest != largest
 
 
 @dataclass
 class TrainConfig:
-    """The whole job: what ``python -m parallel2d.train`` composes."""
+    """Configuration of a job, as ``python -m parallel2d.train`` composes it."""
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
@@ -314,25 +327,26 @@ class TrainConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     def training_data(self) -> DataConfig:
-        """The ``data`` section, which ends after ``train.epochs`` where these are given."""
+        """Return the ``data`` section, with ``train.epochs`` as its end if this is set."""
         if self.train.epochs is None:
             return self.data
         return replace(self.data, epochs=self.train.epochs)
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the planner has to choose the layout first."""
+        """True if the planner has to choose the layout first."""
         return self.strategy.name == AUTOMATIC
 
     @property
     def replicas_survive(self) -> bool:
-        """Whether replicas may be lost one by one: each has the whole state, but for what it did
-        not send of its last gradients; where they split updates, the others wait for it."""
+        """True if training may continue without a lost replica. Each replica has the full state,
+        except for its error feedback. Where replicas split updates, the survivors wait for a lost
+        one."""
         certifies = self.train.certify or self.train.certify_only
         return self.strategy.placement.replicates and not certifies
 
     def parallel(self) -> ParallelConfig:
-        """The part that `parallel2d.parallelize` reads."""
+        """Return the sections that `parallel2d.parallelize` reads."""
         sync = self.sync
         if sync.warmup < 1:
             sync = replace(sync, warmup=math.ceil(sync.warmup * self.train.steps))
@@ -353,16 +367,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One composed job: its checked configuration, its directory, and the words it was started
-    with. ``label``: tells jobs apart that print to one terminal."""
+    """One composed job: its checked configuration, its run directory, and the command-line
+    overrides that it was started with."""
 
-    config: TrainConfig
+    config: TrainConfig  # checked
     run_dir: str
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # of the command line
     restarted: bool = False  # these workers replace others of the same job
-    label: str = ""
-    records: str = ""  # folder in the run directory in which Hydra's records wait
+    label: str = ""  # distinguishes jobs that print to one terminal
+    records: str = ""  # folder of the run directory for Hydra's records of a pending start
     certified: bool = False
-    is_judged: bool = False  # a sweeper chooses the next job by this one's objective
-    # Sizes of the mesh axes over all nodes, where replicas of missing nodes count as lost
+    is_judged: bool = False  # a sweeper chooses the next job by the objective of this job
+    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as lost
     sizes: Mapping[str, int] | None = None

@@ -1,4 +1,4 @@
-"""The ``model`` and ``data`` sections of a configuration: which model is trained on which data."""
+"""The ``model`` and ``data`` sections of a configuration: the model and its training data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LlamaModel:
     n_heads: int = option(8, "Number of attention heads; divides dim", min=1)
     n_kv_heads: int = option(4, "Key and value heads; fewer: grouped-query attention", min=1)
     hidden_dim: int = option(352, "Width inside the SwiGLU feed-forward", min=1)
-    vocab_size: int = option(320, "Rows of the embedding; spare ones are no targets", min=1)
+    vocab_size: int = option(320, "Rows of the embedding; spare rows are never targets", min=1)
     max_seq_len: int = option(2048, "Longest sequence, in tokens", min=1)
     norm_eps: float = option(1e-05, "Added to the mean square inside RMSNorm", above=0)
     rope_theta: float = option(500000.0, "Base of the rotary position embedding", above=0)
@@ -68,14 +68,16 @@ class HuggingFaceModel:
         "Which of the library's models is built; auto: that of config.json, or the first",
         choices=("auto", "causal_lm", "masked_lm", "seq2seq_lm", "image_classification", "base"),
     )
-    load_weights: bool = option(True, "Load the weights of the folder; false: those of the seed")
+    load_weights: bool = option(
+        True, "Load the weights of the folder; false: draw them from the seed"
+    )
     tensor_plan: Any = option(None, "As of model=custom; null: the library's own plan, if any")
     adapter: Any = option(
-        None, "Trained beside the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
+        None, "Adapter of the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
     )
 
 
-# What `model` holds, by `model.family`.
+# Dataclass of the section `model`, by `model.family`
 FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
 
 _hf = partial(option, read_by=("hf",))
@@ -87,13 +89,13 @@ _sequences = partial(option, read_by=("stdlib", "text", "tokens", "hf"))
 
 @dataclass
 class DataConfig:
-    """What is read and how documents become sequences. Global batch k is a function of seed, data
-    and k alone."""
+    """The data set and the packing of documents into sequences. Global batch k depends only on the
+    seed, the data and k."""
 
     name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "bin", "custom"))
     path: str | None = option(
         None,
-        "What is read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
+        "Data to read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
         "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
         "a saved one; bin: a file of token ids as uint16",
         read_by=("text", "tokens", "hf", "bin"),
@@ -151,15 +153,15 @@ class DataConfig:
     arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")
 
 
-# Keys that an entry of data.validation cannot have: such a set is read once, in the form in which
-# the model reads the training data.
+# Keys that an entry of data.validation cannot have: a validation set is read once, in the format of
+# the training data.
 _NOT_IN_SETS = ("validation", "epochs", "end", "intra_document_masking")
 ENTRY_KEYS = tuple(item.name for item in fields(DataConfig) if item.name not in _NOT_IN_SETS)
 
 
 def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
-    """The data of one entry of ``data.validation``: its own keys, and those of ``data`` that are
-    not given and that its kind of data reads."""
+    """Return the data section of one entry of ``data.validation``. Keys that the entry does not set
+    are inherited from ``data`` if the kind of data reads them."""
     own = replace(
         data,
         name=entry.get("name", data.name),
@@ -171,7 +173,7 @@ def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
     for item in fields(own):
         if not is_read(own, item):
             setattr(own, item.name, default_of(item))
-    # Either of the two says what is read.
+    # Either path or mixture names the data, so the entry replaces both.
     if "path" in entry:
         own.mixture = []
     elif "mixture" in entry:
@@ -183,8 +185,8 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:
-    """Yields a line for each contradiction between keys of ``data``, and for each problem of a set
-    of ``data.validation``."""
+    """Yield a line for each contradiction between keys of ``data``, and for each problem of an
+    entry of ``data.validation``."""
     if data.name == "tokens" and bool(data.path) == bool(data.mixture):
         yield (
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
@@ -204,7 +206,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
 
 def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any) -> Iterator[str]:
     if not _SET_NAME.fullmatch(name):
-        yield f"{where}: a set's name has letters, digits, '_', '.' and '-' alone"
+        yield f"{where}: a set's name has only letters, digits, '_', '.' and '-'"
     if not isinstance(entry, dict):
         yield f"{where}={entry} must have the form {{path: PATH, name: text}}, with keys of data.*"
         return

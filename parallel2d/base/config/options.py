@@ -1,5 +1,5 @@
-"""A field of a configuration with its help text and its constraint: `option`. `field_problems`
-checks every field of a tree of dataclasses against its own constraint."""
+"""Fields of a configuration with help text and constraint: `option`. `field_problems` checks every
+field of a tree of dataclasses against its constraint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from omegaconf import ListConfig
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 
-REQUIRED = "???"  # OmegaConf's mark of a value that must be given
-# Each comparison is false for NaN, which is so within no bounds.
+REQUIRED = "???"  # OmegaConf's mark of a required value
+# Each comparison is false for NaN, so NaN violates every bound.
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "min": ("at least {}", operator.ge),
     "above": ("above {}", operator.gt),
     "max": ("at most {}", operator.le),
 }
-# By the annotation of a field: what its values are called, and their types.
+# Annotation of a field -> name of its values, and their types
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
     "float": ("a number", (int, float)),
@@ -37,15 +37,21 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 
 def option(default: Any, text: str = "", **constraint: Any) -> Any:
-    """A dataclass field. ``text`` explains it: the first sentence in ``--help``, all of it in the
-    documentation. Its annotation says whether it may be ``None`` or the word ``auto``.
+    """Return a dataclass field with help text and constraint. The annotation of the field decides
+    if it may be ``None`` or the word ``auto``.
 
-    Constraints: ``choices`` (tuple), ``min``, ``above``, ``max`` (numbers), ``between``
-    (min and max), ``infinite=True`` (infinity is allowed), ``reference=True`` (a callable,
-    or ``package.module:name``). ``read_by``: the values of the section's ``name``, or of its field
-    ``of``, with which the field has an effect. ``words``: those that a number may be instead;
-    default ``auto``. ``required_by``: those of ``name`` with which it
-    must be given. ``needs``: the field of the section that must be given for it.
+    Args:
+        default: value of the field if it is not set.
+        text: description. ``--help`` shows its first sentence, the documentation the full text.
+        choices: tuple of the valid values.
+        min, above, max, between: bounds of a number; ``between`` is (min, max).
+        infinite: True if infinity is valid.
+        reference: True if the value is a callable or ``package.module:name``.
+        read_by: values of the section's ``name`` that give the field an effect.
+        of: the field that ``read_by`` refers to instead of ``name``.
+        words: valid words in place of a number; default ``auto``.
+        required_by: values of ``name`` that require the field.
+        needs: another field of the section that must be set too.
     """
     if "between" in constraint:
         constraint["min"], constraint["max"] = constraint.pop("between")
@@ -56,13 +62,13 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """The value that the field has when nobody sets it."""
+    """Return the default value of the field."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yields one line per field that breaks its own constraint, is set and not read, or is not set
-    and required."""
+    """Yield one line per field that violates its constraint, is set without effect, or is required
+    and not set."""
     for item in fields(config):
         value = getattr(config, item.name)
         key = f"{prefix}{item.name}"
@@ -81,13 +87,14 @@ def field_problems(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
-    """What is wrong with a ``value`` of the field, whatever the others hold; None for nothing."""
+    """Return the message for a ``value`` that violates the constraint of its field, or None.
+    Other fields are not considered."""
     constraint = item.metadata
     if value == REQUIRED:
         return f"{key} is required and was not given"
     if value is None and "None" in _kinds(item):
         return None
-    # Whole numbers of Python are never infinite, and may be too large for a float.
+    # Integers of Python are never infinite, and may be too large for a float.
     is_infinite = isinstance(value, float) and not math.isfinite(value)
     if is_infinite and not constraint.get("infinite"):
         return f"{key}={value} must be finite"
@@ -97,18 +104,18 @@ def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
 
 
 def _kinds(item: Field[Any]) -> list[str]:
-    """Of ``list[int] | None`` ``list`` and ``None``."""
+    """Return the names of the field's types: ``list`` and ``None`` for ``list[int] | None``."""
     return [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
 
 
 def _words(item: Field[Any]) -> tuple[str, ...]:
-    """What a field with limits may be next to a number."""
+    """Return the words that a field with bounds accepts in addition to numbers."""
     words: tuple[str, ...] = item.metadata.get("words", ("auto",))
     return words
 
 
 def _types(kind: str) -> tuple[str, tuple[type, ...]]:
-    """What values of the kind are called, and their types; a dataclass stands for itself."""
+    """Return the name of values of the ``kind``, and their types. A dataclass is its own name."""
     return _KINDS.get(kind, (kind, ()))
 
 
@@ -118,7 +125,7 @@ def _fits(value: Any, item: Field[Any]) -> bool:
         return callable(value) or is_reference(value)
     if limits and isinstance(value, str):
         return value in _words(item) and "str" in kinds
-    # To Python a boolean is an integer.
+    # A bool is an int in Python.
     if isinstance(value, bool) and {"bool", "Any"}.isdisjoint(kinds):
         return False
     is_of_kind = any(isinstance(value, _types(kind)[1]) for kind in kinds)
@@ -126,8 +133,8 @@ def _fits(value: Any, item: Field[Any]) -> bool:
 
 
 def allowed(item: Field[Any]) -> str:
-    """What the field may be: of ``int | str`` with ``min=1`` ``a whole number, at least 1, or
-    auto``."""
+    """Return the constraint in words: ``a whole number, at least 1, or auto`` for ``int | str``
+    with ``min=1``."""
     kinds, limits = _kinds(item), _limits(item.metadata)
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:
@@ -140,7 +147,7 @@ def allowed(item: Field[Any]) -> str:
     if limits and "str" in kinds:
         kinds.remove("str")
         parts += [f"or {word}" for word in _words(item)]
-    # A number may be written as a whole one.
+    # A float may be written as an integer.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
     names = {kind: _types(kind)[0] for kind in kinds}
@@ -158,7 +165,7 @@ def _limits(constraint: Mapping[str, Any]) -> list[tuple[str, Callable[[Any, Any
 
 
 def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str]:
-    """Yields a line for a field that is set although what it belongs to does not read it."""
+    """Yield a line for a field that is set although the chosen value of ``name`` ignores it."""
     value = getattr(config, item.name)
     has_no_effect = f"{prefix}{item.name}={as_override(value)} has no effect"
     needed = item.metadata.get("needs")
@@ -170,17 +177,17 @@ def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str
 
 
 def _chosen(config: Any, field_name: str, prefix: str) -> str:
-    """The word that sets the field: ``sync=diloco`` or ``sync.wire=int4``."""
+    """Return the override that sets the field: ``sync=diloco`` or ``sync.wire=int4``."""
     key = f"{prefix}{field_name}"
-    # A section of the top is chosen by its own word.
+    # A top-level section is chosen by its own name.
     if field_name == "name" and prefix.count(".") == 1:
         key = prefix.rstrip(".")
     return f"{key}={getattr(config, field_name)}"
 
 
 def is_read(config: Any, item: Field[Any]) -> bool:
-    """Whether the field has an effect with what the other fields of ``config`` choose. True where
-    that is an unknown word, which has a line of its own."""
+    """True if the field has an effect with the other fields of ``config``. Also True if they hold
+    an unknown word, which is reported separately."""
     if "read_by" not in item.metadata:
         return True
     of = item.metadata.get("of", "name")
@@ -192,7 +199,8 @@ def is_read(config: Any, item: Field[Any]) -> bool:
 def choice_problem(
     key: str, value: object, choices: Collection[Any], null: bool = False
 ) -> str | None:
-    """Says that a ``value`` is none of ``choices``; None for one. ``null``: None is allowed too."""
+    """Return the message for a ``value`` that is not one of ``choices``, or None. ``null``: None is
+    valid too."""
     if value in choices:
         return None
     allowed = ", ".join(map(str, choices)) + (", or null" if null else "")
@@ -201,7 +209,7 @@ def choice_problem(
 
 
 def as_override(value: Any) -> str:
-    """A value as it is written on a command line: ``null``, ``true``, ``[a,b]``, ``{a: b}``."""
+    """Format a value as on a command line: ``null``, ``true``, ``[a,b]``, ``{a: b}``."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -215,7 +223,7 @@ def as_override(value: Any) -> str:
 
 
 def is_reference(value: Any) -> bool:
-    """Whether it has the form ``package.module:name``."""
+    """True if ``value`` has the form ``package.module:name``."""
     if not isinstance(value, str):
         return False
     module, colon, name = value.partition(":")
@@ -224,10 +232,16 @@ def is_reference(value: Any) -> bool:
 
 
 def load_reference(key: str, reference: str) -> Any:
-    """The callable that ``package.module:name`` names; ``key``, of the configuration, is for the
-    message. Raises `ConfigError` with the reason when it cannot be imported.
+    """Import the callable ``package.module:name``. Modules of the current folder are found after
+    all installed ones.
 
-    Modules of the current folder are found, after all that is installed."""
+    Args:
+        key: the configuration key, for the error message.
+        reference: the name of the callable.
+
+    Raises:
+        ConfigError: with the reason, if the callable cannot be imported.
+    """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
@@ -240,7 +254,8 @@ def load_reference(key: str, reference: str) -> Any:
 
 
 def call_reference(key: str, reference: str, *given: Any, **arguments: Any) -> Any:
-    """Calls what ``reference`` names. Raises `ConfigError` as `load_reference`, or if it raises."""
+    """Call the function ``reference``. Raises `ConfigError` as `load_reference`, and if the
+    function raises."""
     function = load_reference(key, reference)
     try:
         return function(*given, **arguments)

@@ -1,4 +1,4 @@
-"""The words of a command line as Hydra must see them: `parse_arguments`."""
+"""Parsing of command-line arguments into overrides for Hydra: `parse_arguments`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from parallel2d.base.config.options import as_override
 from parallel2d.base.errors import ConfigError
 
-# Words that begin so are about keys that no schema knows.
+# Prefixes of overrides with keys outside of the schema
 _OPEN = (
     *("model.arguments.", "model.arguments=", "model.tensor_plan="),
     *("data.validation.", "data.validation=", "data.arguments.", "data.arguments="),
@@ -29,15 +29,21 @@ _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, and as ``overrides`` all other words, which may stand between
-    them. Raises `ConfigError` for an option that the command does not have or has no value for.
+    """Return the options of a command line; their attribute ``overrides`` has all other arguments,
+    which may stand between the options.
 
-    Hydra wants ``++`` before a key that its schema does not have, such as the arguments of a
-    model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
-    pattern, which Hydra takes only with backslashes. ``+experiment=big``, which is right where the
-    defaults have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml``
-    becomes ``cluster=local`` and the keys of that file. ``1e3`` becomes ``1000``. Raises
-    `ConfigError` for a file that cannot be read or is no cluster file.
+    Some overrides are rewritten for Hydra:
+
+    * A key outside of the schema, such as an argument of a model's factory, gets ``++``.
+    * Brackets of a pattern, as in ``model.tensor_plan={layers.*.w[qkv]: colwise}``, get
+      backslashes.
+    * ``+experiment=big`` becomes ``experiment=big``, because the defaults list an experiment.
+    * ``cluster=FILE.yaml`` becomes ``cluster=local`` and the keys of that file.
+    * ``1e3`` becomes ``1000``.
+
+    Raises:
+        ConfigError: for an unknown option, an option without its value, and a file that cannot be
+            read or is not a cluster file.
     """
     parser = get_args_parser()
     parser.set_defaults(config_name="train")
@@ -50,9 +56,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             f"{name}=VALUE if that is one; --help all lists them"
         )
     if parsed.experimental_rerun:
-        _refuse("--experimental-rerun is refused: it executes what the file contains")
+        _refuse("--experimental-rerun is refused: it executes the contents of the file")
     if parsed.config_path:
-        _refuse("--config-path is refused: --config-dir has files beside ours")
+        _refuse("--config-path is refused: --config-dir adds a folder of files")
     from_files: list[str] = []
     words: list[str] = []
     for word in parsed.overrides:
@@ -64,10 +70,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         elif word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
         elif _SCIENTIFIC.fullmatch(path) and float(path).is_integer():
-            # Hydra reads 1e3 as a number with a fraction, which no whole number may be.
+            # Hydra reads 1e3 as a float, which is refused for an integer.
             word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    # Other words about the cluster stay, and win over what the file says.
+    # Other overrides of the cluster remain, and take precedence over the file.
     parsed.overrides = [*from_files, *words]
     return parsed
 
@@ -77,7 +83,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def may_sweep(words: Sequence[str]) -> bool:
-    """Whether a word has several values: a sweep, if Hydra was told so."""
+    """True if an override has several values, which Hydra may treat as a sweep."""
     try:
         overrides = OverridesParser.create().parse_overrides(list(words))
     except HydraException:
@@ -86,7 +92,7 @@ def may_sweep(words: Sequence[str]) -> bool:
 
 
 def quoted(value: object) -> str:
-    """``value`` as Hydra reads it. Raises `ConfigError` for what is no single value."""
+    """Quote ``value`` for Hydra. Raises `ConfigError` unless ``value`` is a single value."""
     if isinstance(value, str):
         if "${" in value:
             raise ConfigError(f"{value!r} is an interpolation, and a file of data has plain values")
@@ -97,7 +103,7 @@ def quoted(value: object) -> str:
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """Aliases can make a value of any size from a small file."""
+    """A loader without aliases, which can expand a small file to a value of any size."""
 
     def compose_node(self, parent: Any, index: int) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -106,8 +112,8 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> Any:
-    """Read a YAML file of anybody. Raises OSError, UnicodeDecodeError, and all that `parse_yaml`
-    raises; `ConfigError` also for a file that is not regular."""
+    """Read an untrusted YAML file. Raises OSError, UnicodeDecodeError, and all errors of
+    `parse_yaml`; `ConfigError` also for a file that is not regular."""
     if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
         raise ConfigError("not a regular file")
     with open(path, encoding="utf-8") as stream:

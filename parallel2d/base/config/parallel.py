@@ -1,6 +1,6 @@
-"""How a model is laid over the ranks: mesh, strategy, bucketing, precision, recomputation.
+"""Layout of a model over the ranks: mesh, strategy, bucketing, precision, recomputation.
 
-`ParallelConfig` is what `parallel2d.parallelize` reads.
+`parallel2d.parallelize` reads a `ParallelConfig`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from parallel2d.base.config.options import choice_problem, option
 from parallel2d.base.errors import ConfigError
 
 AXES = ("replicate", "shard", "context", "tensor")  # of the mesh, outermost to innermost
-# What a tensor-parallel plan may say of a module; see parallel/parallelize/tensor_parallel.py.
+# Styles of a tensor-parallel plan; see parallel/parallelize/tensor_parallel.py
 TENSOR_WORDS = (
     *("colwise", "rowwise", "sequence", "replicate"),
-    # Words of Hugging Face
+    # Styles of Hugging Face
     *("colwise_gather_output", "rowwise_split_input"),
     *("embedding_rowwise", "replicated_with_grad_allreduce"),
 )
@@ -26,8 +26,8 @@ TENSOR_WORDS = (
 
 @dataclass
 class MeshConfig:
-    """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved against the machines
-    that are found."""
+    """Sizes of the mesh axes, outermost to innermost. ``auto`` is resolved for the detected
+    machines."""
 
     replicate: int | str = option("auto", "Copies of the model; only gradients cross this", min=1)
     shard: int | str = option("auto", "Ranks that split one copy, optimizer state included", min=1)
@@ -39,12 +39,12 @@ class MeshConfig:
 
 
 class Placement(NamedTuple):
-    """What is whole on a rank and what is a part."""
+    """Sharding of parameters, gradients and optimizer state over the mesh axes."""
 
-    replicates: bool  # there may be several copies of the model: mesh.replicate above 1
-    shards: bool  # all three are split inside a copy: mesh.shard may be above 1
-    reshard_after_forward: bool  # gathered parameters, the root's too, are freed until backward
-    splits_updates: bool  # each replica updates its own part of the parameters
+    replicates: bool  # mesh.replicate may be above 1: several copies of the model
+    shards: bool  # mesh.shard may be above 1: all three are sharded inside a copy
+    reshard_after_forward: bool  # parameters are freed until backward, the root's too
+    splits_updates: bool  # each replica updates a different part of the parameters
 
 
 PLACEMENTS = {
@@ -63,20 +63,21 @@ AUTOMATIC = "auto"
 
 @dataclass
 class StrategyConfig:
-    """What each mesh axis does to parameters, gradients and optimizer state.
+    """Sharding of parameters, gradients and optimizer state over the mesh axes.
 
-    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and frees them
-    after each module's forward; ``zero2`` keeps them gathered until backward is done. The hybrids
-    do the same inside the shard axis and all-reduce the sharded gradient over the replicate axis.
-    ``hybrid_full`` also splits gradients and optimizer state over the replicas, for the same bytes.
-    ``auto`` is the one that the planner finds, with its mesh; `parallelize` does not take it.
+    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and reshards them
+    after the forward of each module; ``zero2`` keeps them unsharded until backward is done. The
+    hybrid strategies do the same inside the shard axis and all-reduce the sharded gradient over the
+    replicate axis. ``hybrid_full`` also splits gradients and optimizer state over the replicas, for
+    the same bytes. ``auto`` is the strategy, with its mesh, that the planner finds; `parallelize`
+    refuses it.
     """
 
     name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
 
     @property
     def placement(self) -> Placement:
-        """What is whole and what is split. Raises `ConfigError` for ``auto``."""
+        """Sharding that the strategy stands for. Raises `ConfigError` for ``auto``."""
         if self.name == AUTOMATIC:
             raise ConfigError(
                 "strategy=auto was not resolved: the train command does that; in code, name one of "
@@ -87,11 +88,12 @@ class StrategyConfig:
 
 @dataclass
 class BucketingConfig:
-    """Which parameters travel in one collective.
+    """Groups of parameters that share one collective.
 
-    ``layer``: one group per module that owns parameters (most calls, least memory). ``block``: one
-    group per repeated block and the root group for all else. ``size``: consecutive modules up to
-    ``size_mib``. ``none``: the finest the engine allows, which is ``layer``; said in the log.
+    With ``layer`` each module that owns parameters is a group (most calls, least memory). With
+    ``block`` each repeated block is a group, and the root group holds all other parameters.
+    ``size`` groups consecutive modules up to ``size_mib``. ``none`` is the finest grouping of the
+    engine, which is ``layer``; the log states it.
     """
 
     name: str = option("block", choices=("none", "layer", "block", "size"))
@@ -110,11 +112,11 @@ class BucketingConfig:
 
 @dataclass
 class PrefetchConfig:
-    """How early parameters are gathered: how many groups ahead of the one that computes, in the
-    order in which they run.
+    """Prefetch of parameters: the number of groups that are all-gathered ahead of the running
+    group, in execution order.
 
-    Each step ahead keeps one more group's whole parameters in memory. A number larger than that of
-    the groups means all of them.
+    Each group ahead keeps one more set of unsharded parameters in memory. A number above the number
+    of groups means all groups.
     """
 
     forward: int = option(0, "Groups gathered ahead in forward; 0: each when it is reached", min=0)
@@ -157,7 +159,7 @@ _dtype = partial(option, choices=("fp64", "fp32", "bf16", "fp16"))
 
 @dataclass
 class PrecisionConfig:
-    """The dtype of every tensor that mixed precision decides about."""
+    """Dtypes of mixed precision: parameters, gradients, activations, outputs and buffers."""
 
     name: str = option(
         "fp32",
@@ -212,9 +214,9 @@ _blocks = partial(option, read_by=("full", "selective"))
 
 @dataclass
 class ActivationCheckpointingConfig:
-    """What backward recomputes instead of keeping. ``full`` keeps only block inputs; ``selective``
-    keeps the results of the operators in ``keep`` too and recomputes the cheap rest. ``budget``
-    lets the compiler choose what fits in ``memory_budget``."""
+    """Activations that backward recomputes. ``full`` saves only block inputs. ``selective`` also
+    saves the results of the operators in ``keep`` and recomputes the cheaper ones. With ``budget``
+    the compiler chooses the saved activations within ``memory_budget``."""
 
     name: str = option("none", choices=("none", "full", "selective", "budget"))
     every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
@@ -223,27 +225,27 @@ class ActivationCheckpointingConfig:
             *("mm", "bmm", "addmm", "scaled_dot_product_*"),
             *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"),
         ],
-        "Operators whose results stay in memory. By default those that are expensive to compute, "
-        "small against what they save",
+        "Operators whose results stay in memory. By default operators that are expensive to "
+        "compute and small in memory",
         read_by=("selective",),
     )
     memory_budget: float = option(
         0.5, "Share of activations kept; 0: none, 1: all", between=(0, 1), read_by=("budget",)
     )
-    blocks: list[str] = _blocks([], "Class names of what is checkpointed, if not bucketing.blocks")
+    blocks: list[str] = _blocks([], "Class names of checkpointed blocks, if not bucketing.blocks")
     policy: Any = _blocks(None, "Which modules, as bucketing.policy, not blocks", reference=True)
 
     @property
     def compiler_budget(self) -> float | None:
-        """The share of activations that the compiler may keep; None where it does not choose."""
+        """Share of activations that the compiler may save; None if it does not choose them."""
         return self.memory_budget if self.name == "budget" else None
 
 
 @dataclass
 class CompileConfig:
-    """Which parts of the model torch.compile compiles. ``block``: each repeated block on its own
-    (one compilation serves all equal blocks). ``auto``: ``block`` on GPUs for a model with repeated
-    blocks, else ``none``."""
+    """Parts of the model that torch.compile compiles. With ``block`` each repeated block is
+    compiled separately (one compilation serves all equal blocks). ``auto`` is ``block`` on GPUs for
+    a model with repeated blocks, otherwise ``none``."""
 
     name: str = option("none", choices=("none", "block", AUTOMATIC))
     backend: str = option(
@@ -256,19 +258,19 @@ _diloco = partial(option, read_by=("diloco",))
 
 @dataclass
 class SyncConfig:
-    """What crosses the replicate axis, and when; docs/sync.md says which one for which network.
+    """Synchronization over the replicate axis; docs/sync.md recommends a method per network.
 
-    ``every_step``: the gradients of every global batch. ``diloco`` (Douillard et al. 2023): each
-    replica trains on its own, and every ``every`` steps the change of its parameters is averaged
-    and applied to the parameters that all replicas share.
+    ``every_step`` reduces the gradients of every global batch. With ``diloco`` (Douillard et al.
+    2023) each replica trains independently, and every ``every`` steps the change of its parameters
+    is averaged and applied to the parameters that all replicas share.
     """
 
     name: str = option("every_step", choices=("every_step", "diloco"))
     wire: str = option(
         "auto",
-        "Form in which replicas send, whatever the shard axis does. auto = precision.reduce with "
-        "every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = a quarter, rounded "
-        "at random in blocks of 256; int4 = an eighth, with what was not sent in the next message",
+        "Communication format between replicas, independent of the shard axis. auto = "
+        "precision.reduce with every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = "
+        "a quarter, rounded at random in blocks of 256; int4 = an eighth, with error feedback",
         choices=("auto", "fp32", "bf16", "int8", "int4"),
     )
     warmup: float | int = option(
@@ -280,7 +282,7 @@ class SyncConfig:
     )
     every: int = _diloco(30, "Steps between two exchanges of the same parameters", min=1)
     fragments: int = _diloco(1, "Parts of the model exchanged in turn, not all at once", min=1)
-    delay: int = _diloco(0, "Steps that training goes on while a fragment is exchanged", min=0)
+    delay: int = _diloco(0, "Steps of training while a fragment is exchanged", min=0)
     mix: float | int | str = _diloco(
         "auto", "Share kept of its own parameters; auto = 0, or 0.5 with a delay", between=(0, 1)
     )
@@ -295,7 +297,7 @@ class SyncConfig:
     )
     during_accumulation: str = option(
         "reduce_scatter_only",
-        "What each micro-batch reduces. full = over both axes (most bytes); reduce_scatter_only = "
+        "Reduction in each micro-batch. full = over both axes (most bytes); reduce_scatter_only = "
         "over shards; none = nothing before the last one (whole gradients in memory)",
         choices=("full", "reduce_scatter_only", "none"),
     )
@@ -304,9 +306,9 @@ class SyncConfig:
 
 @dataclass
 class ChecksConfig:
-    """Checks for errors of a script, such as a parameter that is written to while it is gathered.
+    """Checks for errors of a script, such as a write to an unsharded parameter.
 
-    They cost about a microsecond per call of torch, and leave after these steps.
+    The checks cost about a microsecond per call of torch, and are removed after ``steps`` steps.
     """
 
     steps: int | str = option(
@@ -323,10 +325,13 @@ _Section = TypeVar("_Section")
 
 @dataclass(init=False)
 class ParallelConfig:
-    """Everything `parallel2d.parallelize` needs to know beside the model and the mesh.
+    """Configuration of `parallel2d.parallelize`, in addition to the model and the mesh.
 
-    The first five also take a preset's name: ``ParallelConfig("zero3", precision="bf16")``. Raises
-    `ConfigError` for an unknown name, and for a section of another type.
+    The first five sections also take the name of a preset: ``ParallelConfig("zero3",
+    precision="bf16")``.
+
+    Raises:
+        ConfigError: for an unknown name, and for a section of another type.
     """
 
     strategy: StrategyConfig
@@ -338,8 +343,8 @@ class ParallelConfig:
     sync: SyncConfig
     checks: ChecksConfig
     fsdp: FSDPConfig
-    # GPU only: parameters, gradients and optimizer state live in pinned CPU memory and the
-    # optimizer runs there; a step is slower by both copies and by the CPU's optimizer
+    # GPU only: parameters, gradients and optimizer state are in pinned CPU memory, and the
+    # optimizer runs on the CPU. A step is slower by both copies and by the CPU optimizer.
     cpu_offload: bool
     allow_cross_node: bool  # as MeshConfig.allow_cross_node
 
@@ -373,12 +378,13 @@ class ParallelConfig:
 
 
 def named_strategy(strategy: StrategyConfig | str) -> StrategyConfig:
-    """The strategy of that name. Raises `ConfigError` for an unknown one."""
+    """Return the strategy of that name. Raises `ConfigError` for an unknown name."""
     return _section("strategy", strategy, StrategyConfig, STRATEGIES)
 
 
 def presets(kind: type[_Section]) -> dict[str, _Section]:
-    """One section of ``kind`` for each choice of its name, with every other key at its default."""
+    """Return one section of ``kind`` per choice of its name, with all other keys at their
+    defaults."""
     choosing = kind.__dataclass_fields__.get("name")  # type: ignore[attr-defined]
     names = choosing.metadata.get("choices", ()) if choosing else ()
     return {name: kind(name) for name in names}  # type: ignore[call-arg]
@@ -387,7 +393,8 @@ def presets(kind: type[_Section]) -> dict[str, _Section]:
 def _section(
     key: str, value: object, kind: type[_Section], named: Mapping[str, _Section] | None = None
 ) -> _Section:
-    """``value``, or a copy of the preset that it names. Raises `ConfigError` for anything else."""
+    """Return ``value``, or a copy of the preset that it names. Raises `ConfigError` for any other
+    type."""
     named = named or presets(kind)
     if isinstance(value, str) and named:
         problem = choice_problem(key, value, named)

@@ -1,4 +1,4 @@
-"""What Hydra knows of ours: presets, schemas, and the places of files (`initialized`)."""
+"""Registration with Hydra: presets, schemas, and the search path of files (`initialized`)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "profile": {"default": job.ProfileConfig()},
     "launch": {"local": job.LaunchConfig()},
 }
-# What the files in conf/ build on, in a group of their own, from which nobody chooses.
+# The base of the files in conf/, in a separate group that offers no choices to users
 _SCHEMA_GROUP = "schema"
 _SCHEMAS = {"train": job.TrainConfig, "cluster": cluster.ClusterConfig, **FAMILIES}
 
 
 @functools.cache
 def register() -> None:
-    """Makes the schema and the presets known to Hydra, once per process."""
+    """Register the schema and the presets with Hydra, once per process."""
     store = ConfigStore.instance()
     for group, choices in {**PRESETS, _SCHEMA_GROUP: _SCHEMAS}.items():
         for name, node in choices.items():
@@ -54,8 +54,9 @@ def register() -> None:
 
 @contextlib.contextmanager
 def initialized(config_dir: str | None = None) -> Iterator[Any]:
-    """Hydra with our configuration on its search path, and behind it the files of ``config_dir``,
-    as Hydra's own command line has them. Raises `ConfigError` where that is no folder."""
+    """Initialize Hydra with the package's configuration on its search path, followed by
+    ``config_dir``, as on Hydra's command line. Raises `ConfigError` unless ``config_dir`` is a
+    folder."""
     register()
     search_path = create_config_search_path("pkg://parallel2d.conf")
     if config_dir:
@@ -75,7 +76,7 @@ def initialized(config_dir: str | None = None) -> Iterator[Any]:
 
 
 def choices_by_group(loader: Any) -> dict[str, tuple[str, ...]]:
-    """What there is to choose from. ``loader``: Hydra's."""
+    """Return the choices of each config group. ``loader``: Hydra's config loader."""
     return {
         name: tuple(loader.get_group_options(name))
         for name in loader.get_group_options("", ObjectType.GROUP)

@@ -1,5 +1,5 @@
-"""What is no single job, by Hydra: several jobs of one command with a table of what became of them,
-and what Hydra answers instead of running, such as ``--cfg``. Start at `run_sweep`."""
+"""Commands that Hydra runs itself: sweeps of several jobs, which end with a table of results, and
+options that print an answer, such as ``--cfg``. Start at `run_sweep`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ _SHOWN = {
     "device_GiB": "memory/peak_gib",
     "host_GiB": "memory/peak_rss_gib",
 }
-_IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's own, without a plugin
+_IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's defaults, without a plugin
 
 
 def run_sweep(arguments: Sequence[str], task: Task) -> None:
-    """Has Hydra answer ``arguments``, or compose them and call ``task`` once per job, each with a
-    run directory of its own. What it returns is the job's objective. Prints a table of the jobs,
-    best first. Raises `ConfigError` for anything wrong with the words, and the error of a job that
-    failed."""
+    """Run ``arguments`` with Hydra: print an answer, or compose the jobs of a sweep and call
+    ``task`` once per job, each in a separate run directory. ``task`` returns the objective of its
+    job. At the end a table lists the jobs, best first.
+
+    Raises:
+        ConfigError: for wrong arguments, and with the errors of failed jobs.
+    """
     parsed = parse_arguments(arguments)
     options = place_options(parsed)
     numbers: dict[str, int] = {}
@@ -65,7 +68,7 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
             returned = hydra_instance.multirun(parsed.config_name, call, parsed.overrides)
         except _SweepEnded as ended:
             raise ended.cause from None
-    # A sweeper of a plugin returns nothing, and tells itself what it has found.
+    # A sweeper of a plugin returns nothing, and reports its result itself.
     _conclude(list(itertools.chain(*(returned or []))))
 
 
@@ -82,7 +85,7 @@ def _conclude(jobs: list[JobReturn]) -> None:
 
 
 def _answer(hydra_instance: Any, parsed: argparse.Namespace) -> bool:
-    """Whether the words ask for something that Hydra prints. It has done so then."""
+    """Print Hydra's answer if the arguments request one; True if they do."""
     place = parsed.config_name, parsed.overrides
     if parsed.cfg:
         hydra_instance.show_cfg(*place, parsed.cfg, parsed.package, parsed.resolve)
@@ -100,8 +103,8 @@ def _answer(hydra_instance: Any, parsed: argparse.Namespace) -> bool:
 def _run_job(
     composed: DictConfig, task: Task, options: tuple[str, ...], numbers: dict[str, int]
 ) -> float | Exception | None:
-    """One job of a sweep, in whatever process Hydra's launcher runs it. ``numbers``: by run
-    directory, that of the job in this process that has it."""
+    """Run one job of a sweep, in the process that Hydra's launcher chose. ``numbers``: run
+    directory -> number of its job, for the jobs of this process."""
     settings = HydraConfig.get()
     # A launcher of a plugin may run several jobs at once.
     label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
@@ -110,7 +113,7 @@ def _run_job(
         job = job_here(to_config(composed), options)
         first = numbers.setdefault(job.run_dir, settings.job.num)
         if first != settings.job.num:
-            # It would continue the other job, which has done all its steps.
+            # This job would resume the other one, which has finished all steps.
             raise ConfigError(
                 f"jobs {first} and {settings.job.num} of the sweep have the same run directory "
                 f"{job.run_dir}: give each its own, as hydra.sweep.subdir='${{hydra.job.num}}'"
@@ -121,12 +124,12 @@ def _run_job(
             raise _SweepEnded(error) from None
         if is_judged:
             raise
-        # Returned, since after one that is raised Hydra's sweeper starts no other jobs.
+        # Returned, because Hydra's sweeper starts no other jobs after an exception.
         return error
 
 
 class _SweepEnded(BaseException):
-    """Not an Exception, since Hydra goes on to the next job after one."""
+    """End of a sweep. Not an Exception, because Hydra continues with the next job after one."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -134,12 +137,13 @@ class _SweepEnded(BaseException):
 
 
 def _is_own(part: DictConfig) -> bool:
-    """Whether it is what Hydra has without a plugin."""
+    """True if ``part`` configures a launcher or sweeper of Hydra itself, not of a plugin."""
     return str(part.get("_target_", "")).endswith(_IN_TURN)
 
 
 def _measured(job: JobReturn) -> dict[str, float]:
-    """The last speed and memory in the summary of a job, by column; empty without one."""
+    """Return the last speed and memory in the summary of a job, by column; empty without a
+    summary."""
     hydra: Any = job.hydra_cfg
     path = os.path.join(hydra.hydra.runtime.output_dir, "summary.json")
     try:
@@ -151,7 +155,7 @@ def _measured(job: JobReturn) -> dict[str, float]:
 
 
 def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
-    """Lines for people, the best job first, without the words that all jobs share."""
+    """Return the lines of the table, best job first, without the overrides that all jobs share."""
 
     def place(job: JobReturn) -> float:
         is_number = isinstance(job.return_value, float) and not math.isnan(job.return_value)
@@ -160,7 +164,7 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
     words = [job.overrides or () for job in jobs]
     shared = set(words[0]).intersection(*words)
     measured = [_measured(job) for job in jobs]
-    # Columns of what no job has measured are omitted.
+    # Columns without a measurement of any job are omitted.
     columns = [name for name in _SHOWN if any(name in each for each in measured)]
     rows = [("job", objective, *columns, "settings", "run directory")]
     for job in sorted(jobs, key=place):
@@ -174,6 +178,6 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
         numbers = [f"{found[name]:.4g}" if name in found else "-" for name in columns]
         rows.append((f"#{hydra.hydra.job.num}", value, *numbers, own or "-", run_dir))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # The last column is not filled up: lines have no spaces at their end.
+    # The last column is not padded: lines have no trailing spaces.
     widths[-1] = 0
     return ["  ".join(map(str.ljust, row, widths)) for row in rows]

@@ -1,5 +1,5 @@
-"""Reads and writes files in folders that other users may write to: no link is followed, and sizes
-and contents are checked before they are used. Start at `read_json` and `replace`."""
+"""Reading and writing of files in folders that other users may write to: links are not followed,
+and sizes and contents are checked before use. Start at `read_json` and `replace`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 MAX_COUNT = 2**63 - 1  # of a size or an offset
-MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
-MAX_FOLDERS = 100  # inside each other
+MAX_DEPTH = 32  # of lists and dicts in a JSON value
+MAX_FOLDERS = 100  # nesting of folders
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def regular(path: str, flags: int) -> int:
-    """The ``opener`` of `open` for a file in a run directory, to read or to write. Raises OSError
-    for a link and for what is no regular file, such as a pipe."""
+    """``opener`` of `open` for a file in a run directory, to read or to write. Raises OSError for a
+    link and for any other file that is not regular, such as a pipe."""
     # Without O_NONBLOCK, opening a pipe would wait for its other end.
     flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -29,7 +29,7 @@ def regular(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "a symbolic link, which is not followed"
-        if error.errno in (errno.ENXIO, errno.EISDIR):  # nobody reads the pipe; a socket
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # a pipe without a reader, or a socket
             error.strerror = "not a regular file"
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -39,7 +39,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """A file to read. Raises OSError as `regular`."""
+    """Open a regular file for reading. Raises OSError as `regular`."""
     return open(path, "rb", opener=regular)
 
 
@@ -61,7 +61,8 @@ def inside(folder: str, path: str) -> str:
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
-    """Reads a JSON file. Raises OSError as `open_regular`, ValueError as `parse` or for size."""
+    """Read a JSON file of at most ``largest`` bytes. Raises OSError as `open_regular`, ValueError
+    as `parse` and for a larger file."""
     with open_regular(path) as file:
         # One byte more than allowed is enough to see that a file is too large.
         data = file.read(largest + 1)
@@ -71,10 +72,14 @@ def read_json(path: str, largest: int = 16 * 2**20) -> Any:
 
 
 def parse(data: bytes | str, *, unique: bool = False) -> Any:
-    """The value of JSON from any source. Raises ValueError for what is not JSON, for hardly more
-    than brackets, as `check_depth` does, and where keys must be ``unique`` for one given twice."""
-    # Before objects are made of it: a list becomes 60 bytes of memory at least, an object 200. A
-    # short text may be mostly brackets: 10,000 of them do no harm.
+    """Parse untrusted JSON.
+
+    Raises:
+        ValueError: for text that is not JSON or consists mostly of brackets, for deep nesting as
+            `check_depth`, and with ``unique`` for a key that is given twice.
+    """
+    # Checked before objects are created: a list takes at least 60 bytes of memory, a dictionary
+    # 200. Up to 10,000 brackets are harmless, so a short text may consist of them.
     encoded = data.encode() if isinstance(data, str) else data
     objects, lists = encoded.count(b"{") - 10_000, encoded.count(b"[") - 10_000
     if lists > len(encoded) // 10 or objects > len(encoded) // 32:
@@ -95,8 +100,9 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_depth(value: Any) -> None:
-    """Raises ValueError when lists and dicts nest deeper than any code that walks them expects."""
-    # Level by level: a recursive check would itself exhaust the stack.
+    """Raise ValueError if lists and dicts nest deeper than `MAX_DEPTH`, which recursive code may
+    rely on."""
+    # Level by level, because a recursive check could exhaust the stack.
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []
@@ -110,32 +116,37 @@ def check_depth(value: Any) -> None:
 
 
 def is_count(value: Any, largest: int = MAX_COUNT) -> bool:
-    """Whether a value of JSON is a whole number from 0 to ``largest``."""
-    # Not isinstance: True and False are ints too.
+    """True if a JSON value is an integer from 0 to ``largest``."""
+    # Not isinstance, because True and False are ints too.
     return type(value) is int and 0 <= value <= largest
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of JSON is a finite number that a float can hold."""
-    # An int may be larger than any float, and math.isfinite raises OverflowError then.
+    """True if a JSON value is a finite number in the range of a float."""
+    # An int may be larger than any float; math.isfinite would raise OverflowError.
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def number(value: Any) -> float:
-    """A value of JSON; NaN for what is not a finite number."""
+    """Return a JSON value as a float; NaN if it is not a finite number."""
     return float(value) if is_number(value) else math.nan
 
 
 def replace(
     path: str, content: str | Callable[[BinaryIO], object], *, durable: bool = False
 ) -> None:
-    """Gives ``path`` this content, a text or what a function writes, in one rename: a reader sees
-    the old file or the whole new one, and a link is not followed.
+    """Replace the file at ``path`` in one rename: a reader sees the old file or the complete new
+    one. A link is not followed.
 
-    ``durable``: it survives a loss of power once the folder does. Raises OSError, and leaves
-    nothing behind then.
+    Args:
+        path: the file, which need not exist.
+        content: a text, or a function that writes the content.
+        durable: True if the content must survive a loss of power, once the folder is flushed.
+
+    Raises:
+        OSError: if the file cannot be written. No draft remains.
     """
-    # In the same folder, because a rename does not cross file systems.
+    # The draft is in the same folder, because a rename cannot cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -146,9 +157,9 @@ def replace(
                 file.write(content.encode())
             if durable:
                 file.flush()
-                os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file
+                os.fsync(file.fileno())  # before the rename: a crash could leave an empty file
         os.replace(draft, path)
-    except BaseException:  # an interrupt leaves nothing behind either
+    except BaseException:  # also after an interrupt
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
@@ -157,10 +168,10 @@ def replace(
 def walk(
     path: str, enters: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields each folder at and below ``path``, and the names of its files. Links to folders are
-    not followed. Raises OSError for folders that nest deeper than `MAX_FOLDERS`.
+    """Yield each folder at and below ``path``, and the names of its files. Links to folders are not
+    followed. Raises OSError for folders that nest deeper than `MAX_FOLDERS`.
 
-    ``enters``: by its name, whether a folder is looked through.
+    ``enters(name)``: False for folders that are skipped.
     """
     level = [path]
     for _ in range(MAX_FOLDERS):
@@ -179,10 +190,10 @@ def walk(
 
 
 def remove_tree(path: str, *, must_succeed: bool = False) -> None:
-    """Remove a folder with all that is in it, or a file or link. No link is followed.
+    """Remove a folder with all its contents, or a file or link. Links are not followed.
 
-    Folders that are nested thousands deep, on which `shutil.rmtree` fails, are moved up until none
-    is inside another. Raises OSError with ``must_succeed`` only.
+    Folders that are nested thousands deep, for which `shutil.rmtree` fails, are moved up until none
+    is inside another. Raises OSError only with ``must_succeed``.
     """
     try:
         if os.path.islink(path) or not os.path.isdir(path):
@@ -213,7 +224,7 @@ def _unlink_files(folder: int) -> list[str]:
 
 def _lift_folders(outer: int, name: str) -> None:
     """Remove a folder in ``outer``. The folders in it move to ``outer``."""
-    # By descriptors: another user who may write there could put a link in the place of a folder.
+    # By descriptors, because another user with write permission could replace a folder by a link.
     inner = os.open(name, _FOLDER, dir_fd=outer)
     try:
         for below in _unlink_files(inner):
@@ -224,7 +235,7 @@ def _lift_folders(outer: int, name: str) -> None:
 
 
 def flush_folder(path: str) -> None:
-    """Makes renames and new names in the folder durable."""
+    """Flush renames and new names in the folder to the storage."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -232,7 +243,7 @@ def flush_folder(path: str) -> None:
         os.close(descriptor)
 
 
-# What a run writes in its directory through open files. All else is renamed into its place.
+# Files of a run directory that are written in place. All others are replaced by a rename.
 _WRITTEN_FILES = {"train.log", "metrics.jsonl", "segments.jsonl", "checkpoints"}
 _WRITTEN_FOLDERS = {".hydra", "tensorboard", "logs", "stacks", "traces", "memory", "refused"}
 _FOLDERS = _WRITTEN_FOLDERS | {"checkpoints"}
@@ -240,14 +251,17 @@ _FILES = _WRITTEN_FILES - _FOLDERS | {"layout.json", "owner.json", "summary.json
 
 
 def check_run_directory(folder: str) -> None:
-    """Raises OSError for a link where a run writes or reads, and for any that another user has
-    made, in the folder, which may not exist, or up to two folders further inside: what is written
-    there goes elsewhere. Also for a folder or a pipe in the place of a file, and the reverse."""
+    """Raise OSError for links in a run directory that would redirect writes.
+
+    The check covers the folder, which need not exist, and two levels of folders inside it. It
+    refuses links at the paths that a run reads or writes, and all links of other users. It also
+    refuses a folder or a pipe at the path of a file, and a file at the path of a folder.
+    """
     if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         raise OSError(errno.EACCES, "cannot be written to", folder)
     for inside in _checked_folders(folder, _WRITTEN_FILES | _WRITTEN_FOLDERS):
         is_ours = os.path.basename(inside) in _WRITTEN_FOLDERS
-        # Such as those of mesh axes in that of TensorBoard
+        # Such as the folders of mesh axes in the folder of TensorBoard
         for further in _checked_folders(inside, None if is_ours else ()):
             _checked_folders(further, None if is_ours else ())
     for name in sorted(_FILES | _FOLDERS):
@@ -260,8 +274,8 @@ def check_run_directory(folder: str) -> None:
 
 
 def refuse_link(path: str) -> None:
-    """Raises OSError for a link. The message about one in the place of a run's checkpoints names
-    the setting that has them elsewhere."""
+    """Raise OSError for a link. For the folder of a run's checkpoints the message names the setting
+    that moves them."""
     if not os.path.islink(path):
         return
     reason = "a symbolic link, which is not followed"
@@ -272,14 +286,14 @@ def refuse_link(path: str) -> None:
 
 
 def _checked_folders(folder: str, ours: Container[str] | None) -> list[str]:
-    """Paths of the folders in ``folder``; none when it cannot be listed. ``ours``: names that may
-    be no links, whoever made them; None for all."""
+    """Return the paths of the folders in ``folder``; none if it cannot be listed. ``ours``: names
+    that must not be links of any user; None for all names."""
     entries: list[os.DirEntry[str]] = []
-    # In a folder that does not exist yet, or may not be listed, there is nothing to check.
+    # A folder that does not exist yet, or may not be listed, needs no check.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         entries += os.scandir(folder)
     for entry in entries:
-        # The owner of the link itself; what it leads to may well belong to this user.
+        # The owner of the link itself: its target may belong to this user.
         if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
             reason = "a link that another user has made, and is not followed"
             raise OSError(errno.ELOOP, reason, entry.path)
@@ -289,15 +303,16 @@ def _checked_folders(folder: str, ours: Container[str] | None) -> list[str]:
 
 
 def printable(text: object, limit: int = 120) -> str:
-    """``text`` for a message: one line, control characters escaped, long text cut."""
-    # One character more than the limit shows whether there is anything to cut.
+    """Return ``text`` for a message: one line, with control characters escaped, cut after
+    ``limit`` characters."""
+    # One character above the limit shows if the text is too long.
     characters = str(text)[: limit + 1]
     shown = "".join(map(_escaped, characters))
     return shown if len(shown) <= limit else f"{shown[:limit]}..."
 
 
 def for_terminal(text: object) -> str:
-    """A whole message: lines stay, other control characters are escaped."""
+    """Return a message of several lines, with all control characters but line breaks escaped."""
     return "".join(
         character if character in "\n\t" else _escaped(character) for character in str(text)
     )
@@ -306,5 +321,5 @@ def for_terminal(text: object) -> str:
 def _escaped(character: str) -> str:
     if character.isprintable():
         return character
-    # Such as \x1b, with which a terminal's commands begin, and \udc80 of a name that is not UTF-8.
+    # Such as \x1b, the start of terminal commands, and \udc80 in a name that is not UTF-8.
     return character.encode("unicode_escape").decode()

@@ -1,9 +1,8 @@
-"""Reads the files of one checkpoint folder, local or behind fsspec. Start at `open_folder`.
+"""Reading of the files of one checkpoint folder, local or remote (fsspec). Start at `open_folder`.
 
 Files are opened by name, never outside of the folder. Local files are memory-mapped, so a rank
-reads only the pages that it needs; remote files are read by range. On this machine only regular
-files inside the folder are opened: a symbolic link, a device or a pipe in a checkpoint is refused,
-not followed.
+reads only the pages that it needs; remote files are read by range. Only regular files of a local
+folder are opened: a symbolic link, a device or a pipe in a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ Progress = Callable[[int], object]
 
 
 def is_remote(path: str) -> bool:
-    """Whether ``path`` is an fsspec address (``scheme://...``), no path of this machine."""
+    """True if ``path`` is an fsspec address (``scheme://...``), not a local path."""
     return "://" in path
 
 
 def open_folder(path: str, mapped: bool = True) -> Folder:
-    """The folder at a local path or fsspec address. ``mapped``: as of `LocalFolder`."""
+    """Open the folder at a local path or fsspec address. ``mapped``: see `LocalFolder`."""
     return RemoteFolder(path) if is_remote(path) else LocalFolder(path, mapped)
 
 
 class _MappedFile:
-    """A memory-mapped file. The mapping is private: writing to a buffer never reaches the file."""
+    """Memory-mapped file. The mapping is private: writes to a buffer do not reach the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.size = _size(file)
@@ -46,7 +45,7 @@ class _MappedFile:
 
 
 class _LocalFile:
-    """A local file, read by range; each buffer is a copy."""
+    """Local file that is read by range; each buffer is a copy."""
 
     def __init__(self, file: BinaryIO, label: str) -> None:
         self._file, self._label, self.size = file, label, _size(file)
@@ -54,7 +53,7 @@ class _LocalFile:
     def buffer(self, begin: int, end: int) -> Any:
         data = bytearray(end - begin)
         done = 0
-        # One call may return less than was asked for; Linux reads at most 2 GiB at a time.
+        # One call may return fewer bytes; Linux reads at most 2 GiB at a time.
         while done < len(data):
             count = os.preadv(self._file.fileno(), [memoryview(data)[done:]], begin + done)
             if not count:
@@ -64,7 +63,7 @@ class _LocalFile:
 
 
 class LocalFolder:
-    """A folder on this machine. ``mapped=False``: files are read by range, not memory-mapped."""
+    """Local folder. ``mapped=False``: files are read by range, not memory-mapped."""
 
     def __init__(self, path: str, mapped: bool = True) -> None:
         self.path, self.mapped = path, mapped
@@ -82,13 +81,13 @@ class LocalFolder:
             ) from None
 
     def read(self, name: str, limit: int) -> bytes:
-        """The whole content; a file of more than ``limit`` bytes is an error."""
+        """Return the content of a file; more than ``limit`` bytes are an error."""
         with self._open(name) as file:
             _check_limit(self.label, name, _size(file), limit)
             return file.read(limit)
 
     def digest(self, name: str, progress: Progress | None = None) -> str:
-        """SHA-256 of the content, in hex; ``progress(bytes)`` is called after each block."""
+        """Return the SHA-256 of a file, in hex; ``progress(bytes)`` is called after each block."""
         with self._open(name) as file:
             try:
                 return _sha256(file, progress)
@@ -106,7 +105,7 @@ class LocalFolder:
 
 
 class _RemoteFile:
-    """A remote file, read by range; each buffer is a copy."""
+    """Remote file that is read by range; each buffer is a copy."""
 
     def __init__(self, filesystem: Any, path: str, size: int) -> None:
         self._filesystem, self._path, self.size = filesystem, path, size
@@ -121,7 +120,7 @@ class _RemoteFile:
 
 
 class RemoteFolder:
-    """A folder behind any fsspec file system, such as an object store."""
+    """Folder of any fsspec file system, such as an object store."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -156,7 +155,7 @@ class RemoteFolder:
         return _RemoteFile(self._filesystem, *self._file(name))
 
 
-# Every method raises `DamagedCheckpointError` for a file that is missing or not ordinary.
+# Every method raises `DamagedCheckpointError` for a missing or irregular file.
 Folder = LocalFolder | RemoteFolder
 
 

@@ -1,8 +1,9 @@
-"""Folders of a launcher, for what must outlive its workers. Start at `open_folder`.
+"""Private folders of a launcher, for files that must outlive its workers. Start at `open_folder`.
 
-They are named after its process id and start time, since an id alone is given out again, inside a
-folder of this user and this process-id namespace. Temporary folders are open to all users, and
-these names can be guessed: so both are made private, and a folder of another user is refused.
+A folder is named after the launcher's process id and start time, because process ids are reused. It
+is inside a folder of this user and this process-id namespace. Temporary folders are open to all
+users, and the names can be guessed, so both folders are made private, and a folder of another user
+is refused.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from pathlib import Path
 
 
 def temporary_place() -> str:
-    """The user's runtime folder if it is private, otherwise the temporary folder."""
+    """Return the user's runtime folder if it is private, otherwise the temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return runtime if runtime and is_private(runtime) else tempfile.gettempdir()
 
 
 def make_private(path: str) -> None:
-    """Makes the folder if it does not exist, readable by this user alone. Raises OSError when it is
-    a link, no folder, or belongs to another user."""
+    """Create the folder if it does not exist, readable only by this user. Raises OSError if the
+    path is a link, is not a folder, or belongs to another user."""
     with contextlib.suppress(FileExistsError):
         os.makedirs(path, mode=0o700)
-    # What was there before may be anybody's. lstat, because a link's own owner counts.
+    # An existing folder may belong to any user. lstat, because the owner of a link counts.
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
@@ -40,24 +41,24 @@ def make_private(path: str) -> None:
 
 
 def make_own(path: str) -> None:
-    """`make_private` of a folder that `folder_of` names, and of the one around it."""
+    """Apply `make_private` to a folder of `folder_of`, and to its parent."""
     make_private(os.path.dirname(path))
     make_private(path)
 
 
 def open_folder(process: int, place: str) -> str:
-    """The private folder in ``place`` of a launcher with this process id; those of launchers that
-    are gone are removed. Raises OSError as `make_private` does."""
-    # The outer folder is private before anything in it is listed or removed.
+    """Open the private folder in ``place`` of the launcher with this process id, and remove the
+    folders of launchers that have ended. Raises OSError as `make_private`."""
+    # The parent folder is private before its entries are listed or removed.
     outer = around(place)
     make_private(outer)
     names: list[str] = []
-    # A launcher that ends now may remove the folder.
+    # A launcher that ends meanwhile may remove the folder.
     with contextlib.suppress(OSError):
         names = os.listdir(outer)
     for name in names:
         match = re.fullmatch(r"launcher-(\d+)-(\w+)", name)
-        # The id may belong to a younger process by now, which has another start time.
+        # The id may belong to a newer process, which has another start time.
         if match is not None and _started(int(match[1])) != match[2]:
             shutil.rmtree(os.path.join(outer, name), ignore_errors=True)
     path = folder_of(process, place)
@@ -66,7 +67,8 @@ def open_folder(process: int, place: str) -> str:
 
 
 def is_private(path: str) -> bool:
-    """Whether it is a folder, no link, of this user, that nobody else can write to."""
+    """True if ``path`` is a folder (not a link) of this user without write permission for
+    others."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -76,7 +78,7 @@ def is_private(path: str) -> bool:
 
 
 def around(place: str) -> str:
-    """The folder in ``place`` of all launchers of this user in this process-id namespace."""
+    """Return the folder in ``place`` of all launchers of this user in this process-id namespace."""
     namespace = 0  # off Linux
     with contextlib.suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -84,20 +86,21 @@ def around(place: str) -> str:
 
 
 def folder_of(process: int, place: str) -> str:
-    """The folder in ``place`` of a launcher with this process id."""
+    """Return the folder in ``place`` of the launcher with this process id."""
     return os.path.join(around(place), f"launcher-{process}-{_started(process)}")
 
 
 def remove(path: str) -> None:
-    """Removes a launcher's folder, if it is there, and the one around it with the last of them."""
+    """Remove a launcher's folder, if it exists, and the parent folder if it is empty."""
     shutil.rmtree(path, ignore_errors=True)
-    # rmdir refuses a folder that still holds those of other launchers.
+    # rmdir refuses a parent that still holds folders of other launchers.
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
 
 
 def _started(process: int) -> str:
-    """When a process started, in clock ticks since boot; ``unknown`` without it, or off Linux."""
+    """Return the start time of a process, in clock ticks since boot; ``unknown`` if the process
+    does not exist, and on other systems than Linux."""
     with contextlib.suppress(OSError, IndexError):
         text = Path(f"/proc/{process}/stat").read_text()
         # proc(5): field 22 of the line, the 20th after the command's name. The name is in

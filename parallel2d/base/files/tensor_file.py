@@ -1,8 +1,9 @@
-"""Writes, checks and reads safetensors files: 8 bytes of header length, a JSON header, packed
-values. Start at `encode_header` to write one and at `read_header` to read one.
+"""Writing, checking and reading of safetensors files: 8 bytes of header length, a JSON header,
+packed values. Start at `encode_header` to write a file and at `read_header` to read one.
 
-The library does neither, because blocks are hashed on their way to any storage, and because a rank
-needs ranges of rows, from object stores too. Every number in a header is treated as hostile.
+The safetensors library is not used, because blocks are hashed on their way to the storage, and
+because a rank reads ranges of rows, also from object stores. Every number in a header is treated as
+hostile.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ MAX_NAME = 1024
 
 @sendable
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is incomplete or altered. The message names the file and the fault."""
+    """Incomplete or altered checkpoint. The message names the file and the fault."""
 
 
 class ByteSource(Protocol):
-    """A file. ``buffer`` returns a writable buffer with the bytes ``begin`` to ``end``."""
+    """Readable file. ``buffer`` returns a writable buffer with the bytes ``begin`` to ``end``."""
 
     size: int
 
@@ -63,7 +64,7 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: dtype by safetensors name, shape, and its bytes in the file."""
+    """Tensor in a file: dtype by safetensors name, shape, and byte range in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,15 +73,16 @@ class Entry:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor`` as uint8, a view if it has no gaps."""
-    # A single value counts as contiguous whatever its stride; the view needs a stride of 1.
+    """Return the bytes of ``tensor`` as uint8, a view if the tensor is contiguous."""
+    # A single value counts as contiguous with any stride; the view needs a stride of 1.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def encode_header(
     entries: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """The head of a file whose tensors, (name, dtype name, shape), follow packed in this order."""
+    """Encode the header of a file. ``entries``: (name, dtype name, shape) of the packed tensors, in
+    their order in the file."""
     header: dict[str, Any] = {}
     if metadata:
         header["__metadata__"] = metadata
@@ -90,14 +92,15 @@ def encode_header(
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces up to a multiple of 8 bytes, so that the values that follow are aligned.
+    # Padded to a multiple of 8 bytes, to align the values.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """For making millions of objects, through which the collector would look again and again."""
+    """Disable the garbage collector while millions of objects are created, which it would traverse
+    repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -108,7 +111,8 @@ def without_collector() -> Iterator[None]:
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object. Raises `DamagedCheckpointError` for all else, repeated keys included."""
+    """Parse a JSON object. Raises `DamagedCheckpointError` for any other text, and for repeated
+    keys."""
     try:
         value = parse(data, unique=True)
     except ValueError as error:
@@ -119,7 +123,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def check_description(name: str, dtype: Any, shape: Any, what: str) -> None:
-    """Raises `DamagedCheckpointError` unless these can describe a tensor."""
+    """Raise `DamagedCheckpointError` unless name, dtype and shape can describe a tensor."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise DamagedCheckpointError(f"{what}: {printable(name)!r} cannot be a tensor's name")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -137,8 +141,8 @@ def check_description(name: str, dtype: Any, shape: Any, what: str) -> None:
 
 
 def _are_sizes(value: Any, at_most: int) -> bool:
-    """Whether it is a list of ``at_most`` numbers, all of which can be sizes or offsets."""
-    # A hostile list may be long: it is not looked through.
+    """True if ``value`` is a list of at most ``at_most`` numbers that can be sizes or offsets."""
+    # The length is checked first, because a hostile list may be long.
     return isinstance(value, list) and len(value) <= at_most and all(map(is_count, value))
 
 
@@ -147,21 +151,25 @@ def _packed_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
-    """The tensors of a safetensors file by name. Raises `DamagedCheckpointError`, naming ``what``,
-    unless the header is that of a correct writer: known dtypes, sizes that follow from shapes,
-    ranges that fill the file from the header's end to its own without holes or overlap."""
+    """Return the tensors of a safetensors file by name.
+
+    Raises:
+        DamagedCheckpointError: naming ``what``, unless the header is valid: known dtypes, sizes
+            that follow from the shapes, and byte ranges that fill the file after the header without
+            holes or overlap.
+    """
     return read_file(source, what)[0]
 
 
 @without_collector()
 def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """`read_header`, and what the writer has noted beside the tensors, which may be anything."""
+    """Return the result of `read_header`, and the metadata of the writer, which are untrusted."""
     if source.size < 8:
         raise DamagedCheckpointError(
             f"{what}: {source.size} bytes are too few for a safetensors file"
         )
     (length,) = struct.unpack("<Q", bytes(source.buffer(0, 8)))
-    # Before anything of that size is read or allocated.
+    # Checked before a buffer of that size is read or allocated
     if length > MAX_HEADER_BYTES or 8 + length > source.size:
         raise DamagedCheckpointError(
             f"{what}: a header of {length} bytes does not fit a file of {source.size} bytes"
@@ -169,11 +177,11 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
     header = parse_json(bytes(source.buffer(8, 8 + length)), f"{what}: header")
     metadata = header.pop("__metadata__", None)
     check_number(len(header), what)
-    # The header counts offsets from its own end, where the values begin.
+    # Offsets in the header are relative to its end, where the values begin.
     base = 8 + length
     found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
     position = base
-    # By end too: an empty tensor at the place where another begins comes before it.
+    # Sorted by end too: an empty tensor precedes a tensor that begins at the same offset.
     for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
             raise DamagedCheckpointError(
@@ -188,7 +196,7 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
 
 
 def check_number(tensors: int, what: str) -> None:
-    """Raises `DamagedCheckpointError`, naming ``what``, for more tensors than a model has."""
+    """Raise `DamagedCheckpointError`, naming ``what``, for more than `MAX_TENSORS` tensors."""
     if tensors > MAX_TENSORS:
         raise DamagedCheckpointError(f"{what}: {tensors} tensors, more than {MAX_TENSORS}")
 
@@ -198,7 +206,7 @@ def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
         raise DamagedCheckpointError(
             f"{what}: {printable(name)} is not described by dtype, shape and data_offsets"
         )
-    # Of any type until they are checked, each before it is used.
+    # Each value may have any type, and is checked before use.
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     check_description(name, dtype, shape, what)
     if not _are_sizes(offsets, at_most=2) or len(offsets) != 2:
@@ -215,18 +223,18 @@ def _read_entry(name: str, item: Any, base: int, what: str) -> Entry:
 
 
 def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
-    """Rows ``begin`` to ``end`` of dim 0 of a tensor, on CPU and not to be written to: over the
-    source's own memory where that is mapped. A scalar counts as one row."""
+    """Return rows ``begin`` to ``end`` of dim 0 of a tensor, on CPU. The result is read-only: it
+    shares the memory of a mapped source. A scalar counts as one row."""
     dtype = DTYPES[entry.dtype]
     shape = (end - begin, *entry.shape[1:])
-    # `torch.frombuffer` takes no empty buffer.
+    # `torch.frombuffer` refuses an empty buffer.
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     row_bytes = _packed_bytes(entry.dtype, entry.shape[1:])
     first_byte = entry.begin + begin * row_bytes
     buffer = source.buffer(first_byte, entry.begin + end * row_bytes)
     if first_byte % dtype.itemsize:
-        # Packed at an odd place by another writer: a copy of the bytes is aligned.
+        # Another writer may have packed the values unaligned; a copy is aligned.
         buffer = bytearray(buffer)
     tensor = torch.frombuffer(buffer, dtype=dtype)
     return tensor.view(shape if entry.shape else ())

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.distributed import DistStoreError
 
 # Keys in the store
 ON, RANKS, LATEST = "replicas/on", "replicas/ranks", "replicas/latest"
-RECORD = "replicas/generation/{}"
+RECORD = "replicas/quorum/{}"
 _EVENT = "replicas/event/{}"
 
 Member = tuple[int, int]  # a replica and its life
@@ -23,19 +23,11 @@ Member = tuple[int, int]  # a replica and its life
 
 def post(store: Any, kind: str, what: Any, begin: int = 0) -> None:
     """Appends an event, which all ranks and launchers read in one order: ``dead`` and ``join`` of a
-    `Member`, ``break`` of a generation, ``stop`` of a wait after it, ``restart`` of all. A sender
+    `Member`, ``break`` of a quorum, ``stop`` of a wait after it, ``restart`` of all. A sender
     that is killed leaves no hole."""
     text = json.dumps([kind, what, os.urandom(4).hex()])
     while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
         begin += 1
-
-
-class Applied(NamedTuple):
-    """The last step that this rank has applied, and the sums that all ranks agreed on in it. None:
-    it has no state yet."""
-
-    step: int | None
-    sums: list[float]
 
 
 class Events:
@@ -88,19 +80,23 @@ def from_text(text: str) -> Tensor:
 def next_record(
     told: Mapping[Member, Mapping[str, Any]], joining: set[Member], needs_all: bool
 ) -> dict[str, Any] | None:
-    """The next generation's record; None where nobody has the state. ``told``: by those who are
-    left, the eldest first, where each is; ``joining``: who waits to be let in; ``needs_all``: the
-    state is none of a replica's own."""
-    have = [each for each in told if needs_all or told[each]["step"] is not None]
+    """The record of the next quorum; None if no survivor has the state.
+
+    Args:
+        told: how far each survivor is, the eldest first.
+        joining: the replicas that wait to join.
+        needs_all: a replica needs no state of its own to be a member.
+    """
+    have = [each for each in told if needs_all or told[each]["has_state"]]
     if not have:
         return None
     joiners: list[Member] = []
     if all(told[each]["admit"] for each in have):
         joiners = sorted(joining.difference(have))
-    furthest = max(map(told.__getitem__, have), key=lambda at: (at["step"] or 0, at["calls"]))
+    furthest = max(map(told.__getitem__, have), key=lambda at: at["agreed"])
     return {
         "members": [*have, *joiners],
         "joiners": joiners,
-        "first": (furthest["step"] or 0) + 1,
-        **{key: furthest[key] for key in ("sums", "calls", "last")},
+        "agreed": furthest["agreed"],
+        "result": furthest["result"],
     }

@@ -1,7 +1,7 @@
-"""Where a store listens, on one address and on no other, and how it is reached: `bind` and
-`connect`.
+"""Addresses of a store. `bind` listens on one address and on no other, `connect` connects to it
+with retries.
 
-What is wrong with an address raises `ConfigError` in terms of the host and port that were given.
+An invalid or unreachable address raises `ConfigError`; the message names the given host and port.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from parallel2d.base.errors import ConfigError
 
 _Answer = TypeVar("_Answer")
 
-# a whole cluster connects within the same second; the kernel lowers it to net.core.somaxconn
+# A whole cluster connects within one second. The kernel limits the value to net.core.somaxconn.
 _BACKLOG = 4096
-# What a failed connection means, in the same words on every node
+# Error number of a failed connection -> its message, the same on every node
 _FAILURES: dict[int | None, str] = {
     errno.ECONNREFUSED: "connection refused (the machine answers, nothing listens on the port)",
     errno.ETIMEDOUT: "connection timed out (a firewall drops it, or the machine is down)",
-    errno.EHOSTUNREACH: "no route to host (no route, or nobody has this address)",
-    errno.ENETUNREACH: "network is unreachable (no route, or nobody has this address)",
+    errno.EHOSTUNREACH: "no route to host (no route, or no machine has this address)",
+    errno.ENETUNREACH: "network is unreachable (no route, or no machine has this address)",
 }
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """The parts of ``node0:29500`` or ``[fe80::1%eth0]:29500``. Raises `ConfigError`."""
+    """Split ``node0:29500`` or ``[fe80::1%eth0]:29500`` into host and port. Raises `ConfigError`
+    for other texts."""
     host, _, port = endpoint.rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port) <= 65535
     # A bare IPv6 address has colons and no port.
@@ -47,13 +48,14 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """Puts together what `split_endpoint` takes apart."""
+    """Inverse of `split_endpoint`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]]:
-    """``(family, numeric address, socket address with port 0)`` of every address of ``host``, IPv4
-    first, which most clusters route. Raises `ConfigError` when the name does not resolve."""
+    """Return ``(family, numeric address, socket address with port 0)`` of every address of
+    ``host``. IPv4 is first, because most clusters route it. Raises `ConfigError` if the name does
+    not resolve."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -70,7 +72,7 @@ def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]
 
 
 def owns_address(host: str) -> bool:
-    """Whether an address of ``host`` is this network namespace's own. Raises as `resolve` does."""
+    """True if an address of ``host`` belongs to this network namespace. Raises as `resolve`."""
     for family, _, address in resolve(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
             attempt.bind(address)
@@ -79,15 +81,22 @@ def owns_address(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens on ``host``'s address only, and that address in numbers. ``host``: a
-    name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine; with several addresses, the
-    first that belongs to it. ``port``: 0 for a free one. Raises `ConfigError` when the name does
-    not resolve, the address is not one of this machine, or the port is taken or reserved."""
+    """Return a socket that listens only on the address of ``host``, and this numeric address.
+
+    Args:
+        host: a name or an address (IPv4, IPv6, ``fe80::1%eth0``) of this machine. Of several
+            addresses, the first that belongs to this machine is used.
+        port: 0 for a free port.
+
+    Raises:
+        ConfigError: if the name does not resolve, the address belongs to another machine, or the
+            port is taken or reserved.
+    """
     failure: OSError | None = None
     for family, numeric, address in resolve(host):
         place: Any = (address[0], port, *address[2:])
         try:
-            # It also takes a port that a store which ended a moment ago left waiting.
+            # Also succeeds for a port in TIME_WAIT, after a store that has just ended.
             return socket.create_server(place, family=family, backlog=_BACKLOG), numeric
         except OSError as error:
             if failure is None or failure.errno == errno.EADDRNOTAVAIL:
@@ -107,25 +116,33 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
-    """Somebody listens there already; where a store may run outside, a reason to connect to it."""
+    """The port is taken. If a store may run outside of the job, the caller connects to it."""
 
 
 def connect(address: str, patience_s: float, *, was_up: bool = False) -> socket.socket:
-    """A connection to ``HOST:PORT`` or ``unix:PATH``, which may come up later: it is tried again
-    for ``patience_s`` seconds, its name resolved anew each time. ``was_up``: who refuses now has
-    ended, and is not waited for. Raises `ConfigError` with the last outcome, such as refused."""
+    """Connect to ``HOST:PORT`` or ``unix:PATH``, with retries for a server that starts later.
+
+    Args:
+        address: its host name is resolved again for every try.
+        patience_s: seconds of retries.
+        was_up: True if the server was up before. A refused connection then means that it has
+            ended, and is not retried.
+
+    Raises:
+        ConfigError: with the last failure, such as a refused connection.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         try:
             return _connect_once(address, min(5.0, max(0.5, deadline - time.monotonic())))
-        except ConfigError:  # a name that has no address for now, such as that of a pod
+        except ConfigError:  # the name has no address yet, such as the name of a pod
             if time.monotonic() >= deadline:
                 raise
         except OSError as error:
             if was_up and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                 deadline = patience_s = 0.0
             if time.monotonic() >= deadline:
-                # That of a socket with a timeout has no number.
+                # The timeout of a socket has no error number.
                 number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno
                 otherwise = error.strerror or str(error) or type(error).__name__
                 raise ConfigError(
@@ -153,7 +170,7 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
         try:
             connection = socket.create_connection((numeric, port), seconds)
         except OSError as error:
-            # A refusal counts where all refuse.
+            # "Refused" is reported only if all addresses refuse.
             if failure is None or isinstance(failure, ConnectionRefusedError):
                 failure = error
         else:
@@ -164,14 +181,16 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
 
 
 def set_for_requests(connection: socket.socket) -> None:
-    """Has small messages sent at once, and an end that disappears without closing detected."""
+    """Set socket options: send small messages at once, detect a peer that vanishes without
+    closing."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 @contextlib.contextmanager
 def unix_path(path: str) -> Iterator[str]:
-    """A name of ``path`` short enough for a Unix socket (107 bytes); off Linux the path itself."""
+    """Yield a name of ``path`` that is short enough for a Unix socket (107 bytes); on other systems
+    than Linux the path itself."""
     if sys.platform != "linux":
         yield path
         return
@@ -183,7 +202,7 @@ def unix_path(path: str) -> Iterator[str]:
 
 
 def in_thread(function: Callable[[], _Answer]) -> futures.Future[_Answer]:
-    """Runs ``function`` in a daemon thread: the process may end before it has returned."""
+    """Run ``function`` in a daemon thread, which does not keep the process alive."""
     found: futures.Future[_Answer] = futures.Future()
 
     def run() -> None:
@@ -197,11 +216,13 @@ def in_thread(function: Callable[[], _Answer]) -> futures.Future[_Answer]:
 
 
 def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-    """The result of ``ask``, which sends requests to a store; ``otherwise`` when the store has not
-    answered after so many seconds. A process that accepts connections and does not answer, such as
-    a store that is stopped, blocks torch's client for ever, its constructor included. The thread of
-    ``ask`` is left behind then, and so is the connection: whoever gets ``otherwise`` must not use
-    the store again. What ``ask`` raises in time is raised."""
+    """Return the result of ``ask``, which sends requests to a store, or ``otherwise`` if the store
+    does not answer within ``seconds``. An exception of ``ask`` is raised.
+
+    A process that accepts connections and does not answer, such as a stopped store, blocks torch's
+    client forever, its constructor included. In this case the thread of ``ask`` and its connection
+    are abandoned, and a caller that gets ``otherwise`` must not use the store again.
+    """
     answer = in_thread(ask)
     futures.wait([answer], seconds)
     return answer.result() if answer.done() else otherwise

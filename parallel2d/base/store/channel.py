@@ -1,9 +1,9 @@
-"""What is sent over a connection of the store: the proofs at its start, then sealed frames of lists
-of fields. Start at `Channel`.
+"""Protocol of a connection of the store: proofs of the secret, then sealed frames of lists of
+fields. Start at `Channel`.
 
-The server begins with a greeting and a random number. The client answers with one of its own and
-its proof; the server with its proof. All are of fixed size. A frame is its length, a code over
-direction, number, length and content, and the content.
+The server sends a greeting and a random number. The client answers with another random number and
+its proof, the server with its proof. All three messages have a fixed size. A frame consists of its
+length, a code over direction, number, length and content, and the content.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Sequence
 
 GREETING = b"parallel2d store"
 NUMBER = CODE = 32  # bytes of a random number and of an HMAC-SHA256
-HELLO = len(GREETING) + NUMBER  # bytes that the server begins with
-ANSWER = NUMBER + CODE  # and that the client answers
+HELLO = len(GREETING) + NUMBER  # bytes of the server's first message
+ANSWER = NUMBER + CODE  # bytes of the client's answer
 HEADER = 4 + CODE  # of a frame
 LARGEST_FRAME = 1 << 28
 
 
 class Untrusted(Exception):  # noqa: N818 (named after what happened)
-    """The other end does not have the secret, or a frame is not what it sent."""
+    """The peer does not have the secret, or a frame was forged or altered."""
 
 
 class Channel:
-    """Both directions of a connection, from the secret and both ends' random numbers."""
+    """Both directions of a connection, keyed by the secret and the random numbers of both ends."""
 
     def __init__(self, secret: str, servers: bytes, clients: bytes, *, server: bool) -> None:
         key = hmac.digest(hashlib.sha256(secret.encode()).digest(), servers + clients, "sha256")
@@ -38,12 +38,12 @@ class Channel:
         self._sent = self._received = 0
 
     def check(self, proof: bytes) -> None:
-        """Raises `Untrusted` unless it is the other end's."""
+        """Raise `Untrusted` unless ``proof`` is the peer's proof."""
         if not hmac.compare_digest(proof, self._expected):
             raise Untrusted("it does not know the job's secret")
 
     def seal(self, fields: Sequence[bytes]) -> bytes:
-        """The next frame to send. Raises ValueError when it is larger than `LARGEST_FRAME`."""
+        """Return the next frame to send. Raises ValueError if it is larger than `LARGEST_FRAME`."""
         content = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
         if len(content) > LARGEST_FRAME:
             raise ValueError(f"{len(content)} bytes are more than a store takes at once")
@@ -53,7 +53,8 @@ class Channel:
         return b"".join((length, code, content))
 
     def open(self, header: bytes, content: bytes) -> list[bytes]:
-        """Its fields. Raises `Untrusted` unless the other end sent this frame, and sent it next."""
+        """Return the fields of a frame. Raises `Untrusted` unless it is the next frame that the
+        peer has sent."""
         code = _code(self._receives, self._received, header[:4] + content)
         if not hmac.compare_digest(header[4:], code):
             raise Untrusted("it sent a frame that is not sealed with the job's secret, or not next")
@@ -67,7 +68,8 @@ class Channel:
 
 
 def frame_length(header: bytes | bytearray) -> int:
-    """Bytes of the content that follows. Raises `Untrusted` for more than `LARGEST_FRAME`."""
+    """Return the bytes of the content after a header. Raises `Untrusted` for more than
+    `LARGEST_FRAME`."""
     length = int.from_bytes(header[:4], "big")
     if length > LARGEST_FRAME:
         raise Untrusted("it announced a frame that is too large")

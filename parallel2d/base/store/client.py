@@ -1,4 +1,5 @@
-"""`StoreClient`, with torch's interface for stores. See [Note: who takes part] in `store`."""
+"""`StoreClient`, with torch's interface for stores. See [Note: mutual authentication] in
+`store`."""
 
 from __future__ import annotations
 
@@ -24,27 +25,28 @@ from parallel2d.base.store.channel import (
     frame_length,
 )
 
-_ANSWER_S = 30.0  # a store answers at once, unless a whole cluster comes in the same second
+_ANSWER_S = 30.0  # an answer is late only if a whole cluster connects in the same second
 _LONGEST_S = 1e9
-_TRIES, _AGAIN_S = 3, 0.3  # to connect to a store that closes the connection
-# torch refers to the C++ half alone, which cannot work without this one
+_TRIES, _AGAIN_S = 3, 0.3  # for a store that closes the connection
+# Keeps clients alive: torch references only the C++ half, which does not work without this one.
 _kept: set[StoreClient] = set()
 
 
 class StoreClient(Store):
-    """A `torch.distributed.Store` over connections that both ends have proved. Threads do not wait
-    for each other.
+    """A `torch.distributed.Store` over mutually authenticated connections. Threads do not wait for
+    each other. Connections stay open until `close`.
+
+    Operations raise `DistStoreError` if keys are not set within the timeout, `DistNetworkError` if
+    the store has ended or does not answer, and ValueError for unsupported arguments.
 
     Args:
         address: ``HOST:PORT`` or ``unix:PATH``.
-        timeout_s: how long ``get`` and ``wait`` wait by default.
-        connect_timeout_s: how long a store is waited for that does not listen yet; default
+        timeout_s: default timeout of ``get`` and ``wait``.
+        connect_timeout_s: seconds to wait for a store that does not listen yet; default
             ``timeout_s``.
 
-    Raises `ConfigError` for a store that cannot be reached, does not answer, or does not have
-    ``secret``. Operations raise `DistStoreError` when keys did not come in time, `DistNetworkError`
-    when the store has ended or does not answer, ValueError for what is not supported. Connections
-    stay open until `close`.
+    Raises:
+        ConfigError: for a store that cannot be reached, does not answer, or has another ``secret``.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class StoreClient(Store):
         _kept.add(self)
 
     def close(self) -> None:
-        """Ends its connections. It must not be used again, nor what was made from it."""
+        """Close all connections. Neither this client nor its clones may be used again."""
         with self._lock:
             self._closed = True
             for connection in self._idle:
@@ -75,7 +77,7 @@ class StoreClient(Store):
             self._idle.clear()
         _kept.discard(self)
 
-    # The methods that torch calls, with bytes; some of its names differ between Python and C++.
+    # The methods that torch calls, with bytes. Some names differ between Python and C++.
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(b"set", key, value)
@@ -108,7 +110,7 @@ class StoreClient(Store):
         return self._ask(b"delete", key)[0] == b"1"
 
     def delete_all(self, beginning: str) -> None:
-        """Deletes every key with this beginning."""
+        """Delete all keys with this prefix."""
         self._ask(b"delete_all", beginning)
 
     def num_keys(self) -> int:
@@ -118,7 +120,7 @@ class StoreClient(Store):
         return True
 
     def clone(self) -> StoreClient:
-        """This one: a clone is for threads of its own."""
+        """Return this client, which is safe to use from several threads."""
         return self
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
@@ -131,7 +133,7 @@ class StoreClient(Store):
         return answer
 
     def _ask(self, *fields: str | bytes, late_s: float = 0.0) -> list[bytes]:
-        """The fields of the answer after ``ok``. None for ``late``."""
+        """Send a request. Return the fields after ``ok`` of the answer, or None for ``late``."""
         request = [field if isinstance(field, bytes) else field.encode() for field in fields]
         answer_s = late_s + _ANSWER_S
         try:
@@ -150,14 +152,14 @@ class StoreClient(Store):
         with self._lock:
             if self._closed:
                 raise DistNetworkError(f"the store at {self.address}: this client was closed")
-            # Other threads may have all connections that there are.
+            # Other threads may use all open connections.
             idle = self._idle.pop() if self._idle else None
         connection = idle or _Connection(
             self.address, self._secret, _ANSWER_S, _ANSWER_S, was_up=True
         )
         try:
             answer = connection.ask(request, answer_s)
-        # a signal's exception too: the answer would be the next one's
+        # Also after an exception of a signal handler: the next request would get this answer.
         except BaseException:
             connection.close()
             raise
@@ -170,7 +172,7 @@ class StoreClient(Store):
 
 
 class _Closed(ConfigError):  # noqa: N818 (named after what happened)
-    """The store closed before it had proved itself: the secret is another, or it is ending."""
+    """The store closed the connection before its proof: the secrets differ, or it is ending."""
 
 
 class _Connection:
@@ -222,12 +224,13 @@ class _Connection:
             ) from None
         except Untrusted:
             raise ConfigError(
-                f"the store at {address} does not know this job's secret: it is somebody else's"
+                f"the store at {address} does not know this job's secret: it belongs to another job"
             ) from None
         return channel
 
     def ask(self, request: Sequence[bytes], answer_s: float) -> list[bytes]:
-        """Raises OSError, TimeoutError after ``answer_s`` seconds without a byte, `Untrusted`."""
+        """Send a request and return the answer. Raises OSError, `Untrusted`, and TimeoutError after
+        ``answer_s`` seconds without a byte."""
         self._socket.settimeout(answer_s)
         self._socket.sendall(self._channel.seal(request))
         header = self._receive(HEADER)

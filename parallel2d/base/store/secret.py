@@ -1,4 +1,4 @@
-"""The secret by which processes of a job know each other: `find_secret`, `write_secret`."""
+"""Shared secret of the processes of a job: `find_secret`, `write_secret`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import stat
 from parallel2d.base.errors import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
-# no secret: every process that reaches the store takes part
-NOBODYS = "launch.insecure=true: everybody knows this one"
+# Stands for no secret: every process that reaches the store is trusted.
+PUBLIC_SECRET = "launch.insecure=true: this secret is public"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (
     "make one with `python -m parallel2d.launch secret FILE`, give every node the file as "
-    f"launch.secret_file=FILE or its content as {VARIABLE}, or say launch.insecure=true where "
-    "nobody else reaches the network"
+    f"launch.secret_file=FILE or its content as {VARIABLE}, or set launch.insecure=true where "
+    "no other user reaches the network"
 )
 
 
 def new_secret() -> str:
-    """64 random hexadecimal digits."""
+    """Return 64 random hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def write_secret(path: str) -> None:
-    """Makes a file that its owner alone can read. Raises `ConfigError` where it exists."""
+    """Write a new secret to a file that only its owner can read. Raises `ConfigError` if the file
+    exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -36,10 +37,14 @@ def write_secret(path: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """The secret in a file. Raises `ConfigError` unless it is regular and this user's alone, or
-    root's and not for all."""
+    """Read the secret from a file.
+
+    Raises:
+        ConfigError: unless the file is regular, and readable by this user only or owned by root and
+            not readable by all users.
+    """
     try:
-        # a pipe without a writer is refused below
+        # A pipe without a writer is refused below.
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"launch.secret_file={path}: {error.strerror}") from None
@@ -51,7 +56,7 @@ def read_secret(path: str) -> str:
             raise ConfigError(
                 f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}"
             )
-        # What root mounts for a container is read through a group of its own.
+        # Files that root mounts into a container are read through a separate group.
         others = 0o077 if status.st_uid == os.getuid() else 0o027
         if status.st_mode & others:
             raise ConfigError(f"launch.secret_file={path} can be read by others: chmod 600 {path}")
@@ -61,23 +66,25 @@ def read_secret(path: str) -> str:
 
 
 def find_secret(secret_file: str | None, insecure: bool = False) -> str:
-    """Finds the secret of a job on several nodes: in ``secret_file``, otherwise in the environment,
-    otherwise `NOBODYS` if ``insecure``. Raises `ConfigError` where there is none."""
+    """Return the secret of a job on several nodes: from ``secret_file``, otherwise from the
+    environment, otherwise `PUBLIC_SECRET` if ``insecure``. Raises `ConfigError` if none is
+    given."""
     if secret_file is not None:
         return read_secret(secret_file)
     given = os.environ.get(VARIABLE)
     if given:
         return checked(given, VARIABLE)
     if insecure:
-        return NOBODYS
+        return PUBLIC_SECRET
     raise ConfigError(
-        "ranks on several nodes need a secret, since whoever reaches their store decides what they "
-        f"run: {_HOW}"
+        "ranks on several nodes need a secret, because any process that reaches their store can "
+        f"run code on them: {_HOW}"
     )
 
 
 def checked(text: str, where: str) -> str:
-    """``text`` without white space around it. Raises `ConfigError` for a wrong length."""
+    """Return ``text`` without surrounding white space. Raises `ConfigError` for an invalid
+    length."""
     text = text.strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise ConfigError(

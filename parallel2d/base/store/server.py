@@ -1,9 +1,9 @@
-"""The server of the store, a thread that keeps keys in memory and answers those who have the
-secret: `StoreServer`.
+"""Server of the store: `StoreServer`, a thread that holds keys in memory and answers clients that
+have the secret.
 
-See [Note: who takes part] in `store`. A request is a list of fields, its name first. So
-is an answer, which begins with ``ok``, ``late`` (the keys waited for did not come in time) or
-``error``.
+See [Note: mutual authentication] in `store`. A request is a list of fields and begins with its
+name. An answer is a list of fields and begins with ``ok``, ``late`` (the awaited keys were not set
+within the timeout) or ``error``.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from parallel2d.base.store.channel import (
     frame_length,
 )
 
-_PROOF_S = 20.0  # that a connection has to prove itself
-# connections at a time that have not yet, or a quarter of those that this process may have
+_PROOF_S = 20.0  # for a connection to prove the secret
+# Largest number of unproven connections; at most a quarter of the process's descriptors
 _UNPROVEN = 4096
-_LONGEST_WAIT_S = 3600.0  # between two looks at what is due
+_LONGEST_WAIT_S = 3600.0  # between two polls of the deadlines
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
 _MOST_UNSENT = 1 << 20  # bytes of answers that a peer leaves unread before it is not heard
 
 
 class StoreServer:
-    """Serves from a thread until `close`, or until this process ends.
+    """Server thread, which runs until `close` or until this process ends.
 
     Args:
-        listener: a socket that listens; ``address``: what clients connect to.
-        report: called with an address from which a connection did not prove that it has the secret,
-            once for each.
+        listener: a listening socket.
+        address: the address for clients.
+        report: called once for each address of a connection that did not prove the secret.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StoreServer:
         self._waiting: dict[bytes, list[_Wait]] = {}
         self._deadlines: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
-        self._unproven: dict[_Peer, float] = {}  # until when they may prove themselves, in order
+        self._unproven: dict[_Peer, float] = {}  # -> deadline of the proof, in order
         self._told: set[str] = set()
         self._listener = listener
         self._woken, self._wake = socket.socketpair()
@@ -81,13 +81,14 @@ class StoreServer:
     def at(
         cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None
     ) -> StoreServer:
-        """On one address of this machine. ``port``: 0 for a free one. Raises as `bind` does."""
+        """Start a server on one address of this machine. ``port``: 0 for a free port. Raises as
+        `bind`."""
         listener, numeric = bind(host, port)
         return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
 
     @classmethod
     def within(cls, folder: str, secret: str) -> StoreServer:
-        """On a Unix socket in a private folder."""
+        """Start a server on a Unix socket in a private folder."""
         path, listener = os.path.join(folder, "store"), socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -103,11 +104,11 @@ class StoreServer:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """Port of the listening socket."""
         return int(self.address.rpartition(":")[2])
 
     def close(self) -> None:
-        """Ends the thread and all connections."""
+        """End the thread and close all connections."""
         with contextlib.suppress(OSError):
             self._wake.send(b".")
         self._thread.join()
@@ -118,7 +119,7 @@ class StoreServer:
         try:
             while not self._is_woken(self._selector.select(self._expire())):
                 pass
-        finally:  # clients that wait get an error
+        finally:  # waiting clients get an error
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
             self._selector.close()
@@ -136,9 +137,9 @@ class StoreServer:
         return False
 
     def _expire(self) -> float:
-        """Ends what is due; returns the seconds until something is due again."""
+        """End overdue connections and waits; return the seconds until the next deadline."""
         now = time.monotonic()
-        # In the order in which they came, so the first one is due first.
+        # In the order of arrival, so the first entry is due first.
         while self._unproven and next(iter(self._unproven.values())) <= now:
             peer = next(iter(self._unproven))
             self._drop(peer, suspect=bool(peer.inbox))
@@ -153,17 +154,18 @@ class StoreServer:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # out of descriptors, or gone again
+        except OSError:  # out of descriptors, or the client has disconnected
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:
-                # Members hold them all: a new connection must not make this loop spin.
+                # Authenticated peers hold all descriptors: a new connection must not make this loop
+                # spin.
                 time.sleep(0.05)
             return
         peer = _Peer(connection, str(address[0]) if address else "")
         self._unproven[peer] = time.monotonic() + _PROOF_S
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        # Strangers must not take all descriptors: the one that has waited longest is dropped.
+        # Unproven connections must not take all descriptors: drop the oldest one.
         if len(self._unproven) > self._most_unproven:
             self._drop(next(iter(self._unproven)))
         with self._guarded(peer):
@@ -177,7 +179,7 @@ class StoreServer:
             self._send(peer, b"")
             self._read(peer)  # requests that arrived while the answers waited
         if events & selectors.EVENT_READ:
-            # Who has not proved itself may send its answer to the greeting, and no byte more.
+            # An unproven peer may send its answer to the greeting, and no further byte.
             piece = peer.socket.recv(_PIECE if peer.channel else ANSWER - len(peer.inbox))
             if piece:
                 peer.inbox += piece
@@ -187,7 +189,7 @@ class StoreServer:
 
     @contextlib.contextmanager
     def _guarded(self, peer: _Peer) -> Iterator[None]:
-        """An error with one connection ends that connection and nothing else."""
+        """Context that ends only this connection after an error with it."""
         try:
             yield
         except BlockingIOError:
@@ -242,13 +244,14 @@ class StoreServer:
         told = peer.address in self._told or len(self._told) >= _REPORTED
         if suspect and self._report is not None and not told:
             self._told.add(peer.address)
-            # A terminal that is stopped must not stop the store.
+            # A stopped terminal must not block the store.
             threading.Thread(target=self._report, args=(peer.address,), daemon=True).start()
 
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """None where it comes later. Raises `Untrusted` for a request while another waits."""
+        """Return the answer, or None if the request must wait. Raises `Untrusted` for a request
+        while another one of the peer waits."""
         if peer.wait is not None:
             raise Untrusted("it asked twice at once")
         try:
@@ -265,7 +268,7 @@ class StoreServer:
             return self._found(wanted)
         peer.wait = _Wait(peer, wanted, missing)
         self._await(peer.wait)
-        # The number decides between equal times: waits cannot be compared.
+        # The number orders equal times, because waits cannot be compared.
         heapq.heappush(self._deadlines, (due, next(self._numbers), peer.wait))
         return None
 
@@ -282,7 +285,7 @@ class StoreServer:
             wait.missing.discard(key)
             if wait.missing or wait.over:
                 continue
-            # A key may have been deleted while others were waited for.
+            # A key may have been deleted during the wait for others.
             wait.missing = set(wait.wanted) - self._values.keys()
             if wait.missing:
                 self._await(wait)
@@ -340,9 +343,9 @@ class StoreServer:
 
 
 def log_dropped_connection(address: str) -> None:
-    """Prints that a connection from ``address`` was dropped. A ``report`` of `StoreServer`."""
+    """Print that a connection from ``address`` was dropped; a ``report`` of `StoreServer`."""
     text = f"dropped a connection from {address}, which does not know this job's secret"
-    with contextlib.suppress(Exception):  # the terminal may be gone
+    with contextlib.suppress(Exception):  # the terminal may be closed
         print(f"parallel2d: {text}", file=sys.stderr, flush=True)
 
 
@@ -350,8 +353,8 @@ class _Peer:
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket, self.address = connection, address
         self.number = secrets.token_bytes(NUMBER)
-        self.channel: Channel | None = None  # until it has proved itself
-        self.wait: _Wait | None = None  # the request that it waits for
+        self.channel: Channel | None = None  # None before the proof
+        self.wait: _Wait | None = None  # the pending request of the peer
         self.inbox, self.outbox = bytearray(), bytearray()
         self.events, self.gone = selectors.EVENT_READ, False
 
@@ -361,7 +364,7 @@ class _Peer:
 
 
 class _Wait:
-    """A request that is answered with ``wanted`` when all of ``missing`` are there."""
+    """Request that is answered with ``wanted`` once all ``missing`` keys are set."""
 
     def __init__(self, peer: _Peer, wanted: Sequence[bytes], missing: set[bytes]) -> None:
         self.peer, self.wanted, self.missing, self.over = peer, wanted, missing, False

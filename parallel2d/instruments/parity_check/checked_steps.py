@@ -1,4 +1,5 @@
-"""Trains on every rank as a user would, watched by an `StepComparison`: `certify_steps`."""
+"""Training steps on every rank, as in a user's training loop, each compared by a `StepComparison`:
+`certify_steps`."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ from parallel2d.parallel.gradients import gradient_norm, scale_gradients, withou
 from parallel2d.parallel.mesh import axis_positions, data_coordinate
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.sync import accumulate, set_step
-from parallel2d.parallel.sync.comparison import hashes_of
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.updates import outer_sync
 from parallel2d.parallel.weights.geometry import local_region
+from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.named_tensors import (
     parameters_by_name,
     reshard,
@@ -41,10 +42,10 @@ _FEWEST_STEPS = 5
 
 
 def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
-    """How many steps show all that happens: where parameters cross now and then, two periods, which
-    are shortened in ``config``, and until the last part has arrived."""
+    """Return the number of steps of the check. With a periodic exchange of parameters it covers two
+    periods, which are shortened in ``config``, and the arrival of the last fragment."""
     sync = config.sync
-    # The number of replicas, which is not known yet, changes neither of these.
+    # The number of replicas is not known yet, and does not change the following attributes.
     method = method_of(config.strategy, sync, replicas=2)
     if method.warmup:
         notes.append("sync.warmup=0, to see steps after the first")
@@ -59,7 +60,8 @@ def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
 
 
 def certify_steps(checked: CheckedRun, meter: CommunicationMeter, steps: int) -> ParityReport:
-    """Compares so many steps with one process. Collective; equal on every rank."""
+    """Compare ``steps`` steps with the reference run. Collective; the report is the same on every
+    rank."""
     begun = time.perf_counter()
     seed = torch.initial_seed()
     session = _CheckedSteps(checked, meter)
@@ -69,7 +71,7 @@ def certify_steps(checked: CheckedRun, meter: CommunicationMeter, steps: int) ->
             session.step(number)
     finally:
         meter.remove()
-        # What follows draws as if it began anew.
+        # Later code draws the same random numbers as after a fresh start.
         seed_everything(seed % 2**63, deterministic=False)
     found = None
     if session.comparison is not None:
@@ -81,13 +83,13 @@ def certify_steps(checked: CheckedRun, meter: CommunicationMeter, steps: int) ->
 
 
 class _CheckedSteps:
-    """All methods are collective."""
+    """The steps of one check. All methods are collective."""
 
     def __init__(self, checked: CheckedRun, meter: CommunicationMeter) -> None:
         self._checked = checked
         self._meter = meter
         self._outer = outer_sync(checked.model)
-        # With diloco each replica trains on its own.
+        # With diloco each replica trains independently.
         place = axis_positions(checked.mesh).get("replicate", 0)
         self._replica = 0 if self._outer is None else place
         self._parameters = parameters_by_name(checked.model)
@@ -98,13 +100,14 @@ class _CheckedSteps:
             checked.notes.append(
                 "dropout is off, since context and tensor ranks draw for their own parts"
             )
-            # For what they all hold they must draw the same.
+            # The ranks of a data rank must draw the same numbers for the values that all of them
+            # hold.
             _hold(record, "random numbers", {"": torch.get_rng_state()}, record.data_rank)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
         records = exchange.gather(record)
         if checked.shape.context > 1:
-            # The first forward compares whole and cut sequences, by others that belong to no step.
+            # The first forward runs additional forwards, which compare full with split sequences.
             with undisturbed(checked.model, next(checked.model.parameters()).device):
                 checked.loss_of(checked.model, checked.read(1, record.data_rank)[0])
         self.comparison = StepComparison(checked) if records else None
@@ -112,7 +115,7 @@ class _CheckedSteps:
             self.comparison.begin(records, weights)
 
     def step(self, number: int) -> None:
-        """One step, from 1, as in a training loop that a user would write."""
+        """Run step ``number``, from 1, as in a user's training loop."""
         checked, model = self._checked, self._checked.model
         record = RankRecord(data_coordinate(checked.mesh))
         own = checked.read(number, record.data_rank)
@@ -140,7 +143,8 @@ class _CheckedSteps:
             self.comparison.compare(number, records, whole)
 
     def _gradients(self, record: RankRecord) -> dict[str, Tensor]:
-        """By FQN; zeros where there is none, so that all ranks list the same."""
+        """Return the gradients by FQN, with zeros for missing ones: all ranks list the same
+        names."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._updated.items():
             gradient = parameter.grad
@@ -156,7 +160,7 @@ class _CheckedSteps:
         return found
 
     def _after_update(self, record: RankRecord) -> dict[str, list[dict[str, Tensor]]]:
-        # Parameters that a forward has gathered would hide the updated ones.
+        # Unsharded parameters of a forward would hide the updated local shards.
         reshard(self._checked.model)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
@@ -177,7 +181,8 @@ class _CheckedSteps:
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """``tensors``, in one order on all ranks, whole on rank 0: of each separate replica."""
+        """Gather the unsharded ``tensors`` on rank 0, separately for each replica that differs. The
+        order of ``tensors`` is the same on all ranks."""
         log, self._meter.log = self._meter.log, None
         rank = dist.get_rank()
         replicas = 1 if self._outer is None else self._checked.shape.replicate
@@ -186,7 +191,7 @@ class _CheckedSteps:
         for name, tensor in tensors.items():
             own = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank == 0:
-                # The next update must not change it.
+                # The next update must not change the result.
                 found[0][name] = own.detach().clone()
             for replica, leader in enumerate(leaders[1:], 1):
                 if rank == leader:
@@ -199,7 +204,7 @@ class _CheckedSteps:
 
 
 def _hold(record: RankRecord, what: str, tensors: Mapping[str, Tensor], group: int) -> None:
-    """Lets the bits of what this rank holds be compared with those of other ranks of ``group``."""
+    """Record hashes of ``tensors``, for a comparison with the other ranks of ``group``."""
     held = record.held.setdefault(what, {})
     hashes = hashes_of(list(tensors.values()))
     for (name, tensor), value in zip(tensors.items(), hashes, strict=True):

@@ -1,4 +1,4 @@
-"""Compares every collective of a step with the policy and among ranks: `CollectiveAudit`."""
+"""Comparison of every collective of a step with the policy and among ranks: `CollectiveAudit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sendable(LoggedCollective)
 
 
 class CollectiveAudit:
-    """The audit of ``checked``."""
+    """Audit of the collectives of the run ``checked``."""
 
     def __init__(self, checked: CheckedRun) -> None:
         self._checked = checked
@@ -31,11 +31,11 @@ class CollectiveAudit:
         self._update_bytes = 2 if isinstance(checked.optimizer, Muon) else 8
 
     def check(self, step: int, ranks: Sequence[Log], predictable: bool) -> list[Discrepancy]:
-        """What is wrong in a step. ``predictable``: its bytes were predicted."""
+        """Return the discrepancies of a step. ``predictable``: True if its bytes were predicted."""
         found = self._too_narrow(step, ranks)
         mesh = self._checked.mesh
         for axis in axis_names(mesh):
-            # A rank that began nothing has its place too.
+            # A rank without collectives is included.
             logs = [[each for each in log if each.axis == axis] for log in ranks]
             if predictable and self._checked.method.replicas_equal:
                 found += self._other_bytes(step, axis, logs)
@@ -49,7 +49,7 @@ class CollectiveAudit:
         for rank, log in enumerate(ranks):
             for each in log:
                 least = self._least_bytes(each)
-                # Codes are bytes, not floating-point numbers.
+                # Quantized values are bytes, not floating-point numbers.
                 if each.dtype.is_floating_point and each.dtype.itemsize < least:
                     what = f"{describe(each)}; the configuration asks for {8 * least} bits"
                     senders[each.axis, what].add(rank)
@@ -59,7 +59,7 @@ class CollectiveAudit:
         ]
 
     def _least_bytes(self, each: LoggedCollective) -> int:
-        """How wide what is sent must be, in bytes of a value."""
+        """Return the smallest allowed size, in bytes, of a value in the collective."""
         precision, method = self._checked.config.precision, self._checked.method
         param, reduce = DTYPES[precision.param].itemsize, DTYPES[precision.reduce].itemsize
         if each.axis == "replicate":
@@ -74,7 +74,7 @@ class CollectiveAudit:
 
     def _other_bytes(self, step: int, axis: str, logs: Sequence[Log]) -> list[Discrepancy]:
         predicted = self._checked.predicted.get(f"comm/{axis}/bytes")
-        # The mean, because ranks send different updates of Muon.
+        # The mean over ranks, because ranks send different updates of Muon.
         sent = sum(sum(each.sent for each in log) for log in logs) / len(logs)
         if not predicted or abs(sent / predicted - 1) <= _SHARE_OF_BYTES:
             return []
@@ -85,7 +85,8 @@ class CollectiveAudit:
 def _other_order(
     step: int, axis: str, pair: tuple[int, int], logs: Sequence[Log]
 ) -> list[Discrepancy]:
-    """Ranks of one group must begin the same collectives in the same order."""
+    """Return a discrepancy if ranks of one group begin different collectives, or begin them in
+    another order."""
     sequences = [map(describe, logs[rank]) for rank in pair]
     for number, (one, other) in enumerate(zip_longest(*sequences, fillvalue="nothing more"), 1):
         if one != other:
@@ -95,5 +96,5 @@ def _other_order(
 
 
 def describe(each: LoggedCollective) -> str:
-    """For people."""
+    """Return a description of the collective, for messages."""
     return f"{each.collective} in {each.dtype} over the {each.axis} axis"

@@ -1,4 +1,4 @@
-"""Compares, on rank 0, what ranks have with what is expected: `StepComparison`."""
+"""Comparison of the ranks' values with the reference run, on rank 0: `StepComparison`."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ from parallel2d.parallel.weights.named_tensors import tied_names
 from parallel2d.training.metrics.communication import LoggedCollective
 from parallel2d.training.optimizer import Muon
 
-# What explains a difference leaves less than this share of it.
+# A cause explains a difference if less than this share of the difference remains.
 _LEFT = 0.02
-# What one more rounding costs in the 2-norm of a tensor, in units of the dtype's eps
+# Effect of one more rounding on the 2-norm of a tensor, in units of the dtype's eps
 _ROUNDINGS = 64
 
-# Whole tensors by FQN: with diloco of each replica, otherwise of the first
+# Unsharded tensors by FQN: with diloco of each replica, otherwise only of the first
 ByReplica = Sequence[Mapping[str, Tensor]]
 
 
 class Bounds:
-    """Relative errors that are let through in ``checked``, from its dtypes alone. Where ranks run
-    the same kernels as one process (no tensor axis, no compiler, no 8-bit floats), their
-    contributions are equal but for the order of sums inside kernels, and what is left is the
-    rounding of the sums over ranks. Elsewhere partial sums are rounded to the dtype that
-    computes."""
+    """Bounds of the relative errors of ``checked``, which depend only on its dtypes.
+
+    Where ranks run the same kernels as one process (no tensor axis, no compiler, no 8-bit floats),
+    their contributions are equal except for the order of sums inside kernels, and the remaining
+    error is the rounding of the sums over ranks. Otherwise partial sums are rounded to the compute
+    dtype.
+    """
 
     def __init__(self, checked: CheckedRun) -> None:
         config, precision = checked.config, checked.config.precision
@@ -67,48 +69,48 @@ class Bounds:
         self.loss = (computed + rounding) / 8
         self.gradient = computed + sent + rounding  # of the mean norm of the contributions
         self.norm = rounding / 4
-        # Of the update, and 4 units in the last place of the parameter. Muon multiplies in bf16, in
-        # another order where a matrix is split.
+        # Relative to the update plus 4 units in the last place of the parameter. Muon multiplies in
+        # bf16, and in another order if a matrix is split.
         self.update = 0.05 if isinstance(checked.optimizer, Muon) else 200 * rounding
         if checked.method.replicas_equal:
             self.gradient += coded
         else:
             self.update += coded
-        # An error is measured by this share of what a parameter of its size has on average, at
-        # least: some gradients are zero but for rounding.
+        # Errors are relative to at least this share of the average for a parameter of the same
+        # size, because some gradients are zero except for rounding.
         self.least_share = 1e-4 if same_kernels else 1e-2
 
 
 def _computed(param: torch.dtype, same_kernels: bool, device_type: str) -> float:
-    """What computing in ``param`` may cost."""
+    """Return the error that computation in ``param`` may cause."""
     eps = torch.finfo(param).eps
     if not same_kernels:
         return 1000 * eps if param.itemsize >= 4 else 24 * eps
     if device_type == "cpu":
-        # Equal to the bit, but for the order of sums over micro-batches
+        # Bitwise equal, except for the order of sums over micro-batches
         return 32 * min(eps, torch.finfo(torch.float32).eps)
-    # Some kernels of GPUs add in an order that changes from call to call.
+    # Some GPU kernels add in an order that varies between calls.
     return 32 * eps if param.itemsize >= 4 else eps / 4
 
 
 @sendable
 @dataclass
 class RankRecord:
-    """What one rank has in a step, beside the values of parameters and gradients."""
+    """Results of one rank in a step, in addition to the values of parameters and gradients."""
 
     data_rank: int
     forwards: int = 0  # micro-batches that ran
     loss: float = 0.0  # summed over them
     norm: float = 0.0  # of the gradient
     used: list[str] = field(default_factory=list)  # parameters that have a gradient
-    # What -> name -> (group, part of a tensor, hash): ranks of one group have equal parts
+    # Kind of value -> name -> (group, region of the tensor, hash); equal within a group
     held: dict[str, dict[str, tuple[int, Region, int]]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # that forwards have changed so far
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # changed by forwards so far
     collectives: list[LoggedCollective] = field(default_factory=list)
 
 
 class StepComparison:
-    """The comparison of ``checked``."""
+    """Comparison of the run ``checked`` with its reference run, step by step."""
 
     def __init__(self, checked: CheckedRun) -> None:
         self._checked = checked
@@ -138,7 +140,7 @@ class StepComparison:
         )
 
     def begin(self, records: Sequence[RankRecord], weights: ByReplica) -> None:
-        """Every replica starts from the weights of one process."""
+        """Compare the initial weights: every replica starts from the weights of one process."""
         self._compare_copies(records)
         for replica, found in zip(self._run.replicas, weights, strict=True):
             self._equal("initial weight", found, replica.parameters)
@@ -147,15 +149,20 @@ class StepComparison:
         for name in weights[0]:
             regions = {each.held["weights"][name][1] for each in records}
             in_order = sorted(regions, key=lambda region: region.offsets)
-            # Empty ones are nobody's.
+            # Ranks without elements of the parameter hold no shard.
             self._run.sync.cuts[name] = [each for each in in_order if each.numel]
 
     def compare(
         self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByReplica]
     ) -> None:
-        """Compares a step, from 1, and goes on from what the ranks have. ``whole``: gradients
-        before clipping, weights with which forwards compute, those that optimizers have updated,
-        and with diloco those that all replicas share."""
+        """Compare a step, from 1, and continue with the values of the ranks.
+
+        Args:
+            step: number of the step.
+            records: one per rank.
+            whole: unsharded tensors: gradients before clipping, weights of the forwards, weights
+                that optimizers have updated, and with diloco the weights that all replicas share.
+        """
         self._step = step
         expected = self._run.gradients(step)
         self._losses(records)
@@ -163,7 +170,7 @@ class StepComparison:
         for replica, wanted in enumerate(expected):
             self._gradients(replica, whole["gradients"][replica], wanted)
             self._norm_and_update(replica, whole["gradients"][replica], records)
-        # Bytes are predicted for each group of modules that runs once per micro-batch of training.
+        # Bytes are predicted for groups of modules that run once per micro-batch of training.
         runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
         logs = [record.collectives for record in records]
         for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
@@ -211,7 +218,8 @@ class StepComparison:
     def _norm_and_update(
         self, number: int, gradients: Tensors, records: Sequence[RankRecord]
     ) -> None:
-        """Updates what is expected with the gradients that the ranks have, clipped."""
+        """Compare the gradient norm, and update the reference with the clipped gradients of the
+        ranks."""
         sizes = {name: size_of(each) for name, each in gradients.items()}
         wanted = math.hypot(*sizes.values())
         ranks = self._ranks.reshape(len(self._run.replicas), -1)[number].tolist()
@@ -267,7 +275,7 @@ class StepComparison:
                 self._differs(check, f"relative error {error:.1e}", parameter=name, **where)
 
     def _compare_copies(self, records: Sequence[RankRecord]) -> None:
-        """Ranks of one group that hold the same part of a tensor must have the same bits."""
+        """Compare the hashes of ranks of one group that hold the same region of a tensor."""
         for what, names in records[0].held.items():
             for name in names:
                 ranks: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -278,7 +286,7 @@ class StepComparison:
                 if parts:
                     ours, theirs = parts[0][:2]
                     text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
-                    # The first axis along which they differ
+                    # The first axis with different coordinates
                     places = [(self._ranks == part[0]).nonzero()[0] for part in (ours, theirs)]
                     axis = self._axes[int((places[0] != places[1]).nonzero()[0])]
                     holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
@@ -289,7 +297,7 @@ class StepComparison:
 
 
 def _error(found: Tensor, wanted: Tensor, size: float) -> float:
-    """The norm of the difference, as a share of ``size``; infinite where it is not a number."""
+    """Return the norm of the difference relative to ``size``; infinite instead of NaN."""
     wide = torch.promote_types(wanted.dtype, torch.float64)
     error = size_of(found.to(wide) - wanted.to(wide)) / max(size, 1e-30)
     return error if math.isfinite(error) else math.inf
@@ -298,8 +306,8 @@ def _error(found: Tensor, wanted: Tensor, size: float) -> float:
 def _cause(
     found: Tensor, expected: ReferenceGradient, before: Tensor | None, shape: MeshShape
 ) -> tuple[str, str | None]:
-    """Why a gradient is ``found``, where one comparison shows it, and the axis if it is known.
-    ``before``: what it should have been in the step before."""
+    """Return the cause of a wrong gradient, if a single comparison shows it, and the axis if it is
+    known. ``before``: the expected gradient of the previous step."""
     wanted, later = expected.value, expected.later
     if not found.isfinite().all():
         return "it holds NaN or infinity", None
@@ -323,7 +331,7 @@ def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str |
     off = _is_off(found, wanted)
     product = (found[off] * wanted[off].conj()).sum().real
     factor = float(product / wanted[off].abs().square().sum().clamp(min=1e-30))
-    # A few numbers are always near some multiple of others.
+    # A few numbers are always near some multiple of other numbers.
     if wanted.numel() < 8 or not _explains(wanted * factor, found, wanted):
         return "", None
     text = f"it is {factor:.4g} times what it should be"
@@ -338,13 +346,14 @@ def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str |
 
 
 def _is_off(found: Tensor, wanted: Tensor) -> Tensor:
-    """Where ``found`` is not ``wanted``, which may be in a part alone, such as a bucket's end."""
+    """Return a mask of the elements where ``found`` differs from ``wanted``; a fault may affect
+    only a part, such as the end of a bucket."""
     off = (found - wanted).abs()
     return off > 1e-3 * off.max()
 
 
 def _explains(candidate: Tensor, found: Tensor, wanted: Tensor) -> bool:
-    """Whether ``found`` is ``candidate`` rather than ``wanted``, where it is not as wanted."""
+    """True if the wrong elements of ``found`` equal ``candidate``."""
     off = _is_off(found, wanted)
     left = torch.linalg.vector_norm((found - candidate)[off])
     return float(left) < _LEFT * float(torch.linalg.vector_norm((found - wanted)[off]))

@@ -1,4 +1,4 @@
-"""A certificate for a model of one's own loop: `certify`."""
+"""Parity check for the model of a custom training loop: `certify`."""
 
 from __future__ import annotations
 
@@ -37,19 +37,22 @@ def certify(
     init: Initializer | None = None,
     tensor_plan: Mapping[str, object] | None = None,
 ) -> ParityReport:
-    """Trains some steps on ``mesh`` and compares them with one process. Collective; the certificate
-    is the same on every rank. Random generators then begin anew, with the seed of torch's.
+    """Train some steps on ``mesh`` and compare them with a reference run in one process.
+    Collective; the report is the same on every rank. Afterwards the random generators are reset to
+    torch's seed.
 
     Args:
-        model: plain, with real weights or on meta; it is left as it is, copies are trained.
-        config: as `parallelize` gets it. A long ``sync.every`` is shortened in the copy.
-        loss: ``loss(model, batch)``, a scalar: the sum over the samples of ``batch``.
+        model: the plain model, with real weights or on meta. It is not changed; copies are trained.
+        config: the configuration for `parallelize`. A long ``sync.every`` is shortened in the copy.
+        loss: ``loss(model, batch)`` returns a scalar, the sum over the samples of ``batch``.
         batch: a global batch, the same on every rank: tensors, in lists, tuples or dictionaries,
-            whose dim 0 counts samples; at least two for each data rank.
+            with samples along dim 0; at least two samples for each data rank.
         optimizer: default AdamW.
-        seed, init, tensor_plan: as of `parallelize`.
+        seed, init, tensor_plan: see `parallelize`.
 
-    Raises `ConfigError` for a batch that is too small, and for what `parallelize` refuses.
+    Raises:
+        ConfigError: for a batch that is too small, and for a model or configuration that
+            `parallelize` refuses.
     """
     shape = mesh_shape(mesh)
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
@@ -78,7 +81,7 @@ def certify(
         loss_of=loss,
         read=lambda step, data_rank: _micro_batches(batch, step, data_rank, shape.data_ranks),
         count=_samples,
-        # Bytes of the tensor axis depend on what the model computes.
+        # Bytes of the tensor axis depend on the operations of the model.
         predicted=predicted_bytes(layout),
         plain=model,
         seed=seed,
@@ -94,8 +97,8 @@ def _samples(batch: Any) -> int:
 
 
 def _micro_batches(batch: Any, step: int, data_rank: int, data_ranks: int) -> list[Any]:
-    """What a data rank reads in ``step``, other samples in every step: whole, or in two parts, of
-    which the second has another size on each data rank."""
+    """Return the micro-batches of a data rank in ``step``, with different samples in every step:
+    one micro-batch, or two; the second one has another size on each data rank."""
     share = _samples(batch) // data_ranks
     begin = data_rank * share + step
     places = [(begin + each) % (share * data_ranks) for each in range(share)]

@@ -1,4 +1,4 @@
-"""The result of a certification, for people and as JSON: `ParityReport`."""
+"""Result of a parity check, as text and as JSON: `ParityReport`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 3  # discrepancies of each check
 @sendable
 @dataclass(frozen=True)
 class Discrepancy:
-    """Something that is not as in one process. ``parameter``: its fully qualified name."""
+    """Difference from the reference run. ``parameter``: fully qualified name."""
 
     check: str  # initial weight, loss, gradient, norm, update, copies, buffer, collective, ...
     step: int  # 0: before the first
@@ -41,7 +41,7 @@ class Discrepancy:
 @sendable
 @dataclass
 class ParameterRow:
-    """The largest relative errors of one parameter over all steps."""
+    """Largest relative errors of one parameter over all steps."""
 
     shape: list[int]
     trained: bool
@@ -53,7 +53,7 @@ class ParameterRow:
 @sendable
 @dataclass
 class ParityReport:
-    """Whether a layout computes what one process computes, with all that was compared."""
+    """Result of the comparison of a layout with one process. The layout is right if ``passed``."""
 
     layout: str
     model: str
@@ -66,12 +66,12 @@ class ParityReport:
     seconds: float = 0.0
 
     def add(self, found: Discrepancy) -> None:
-        """Notes ``found``, unless there is one of the same kind from an earlier step."""
+        """Add ``found``, unless an earlier step has a discrepancy of the same kind."""
         kind = (found.check, found.parameter, found.axis)
         for each in self.discrepancies:
             if (each.check, each.parameter, each.axis) != kind:
                 continue
-            # Copies of a weight differ because those of its gradient did, in the same step.
+            # Copies of a weight differ because the copies of its gradient did, in the same step.
             if each.step < found.step or found.check == "copies":
                 return
         self.discrepancies.append(found)
@@ -81,7 +81,7 @@ class ParityReport:
         return not self.discrepancies
 
     def write(self, folder: str) -> None:
-        """Writes `FILE`; numbers that are not finite, which JSON lacks, are strings in it."""
+        """Write `FILE`. Non-finite numbers are written as strings, because JSON has none."""
         versions = {"parallel2d": metadata.version("parallel2d"), "torch": str(torch.__version__)}
         text = json.dumps({"passed": self.passed, "versions": versions, **asdict(self)})
         text = json.dumps(json.loads(text, parse_constant=str), indent=1)
@@ -89,7 +89,7 @@ class ParityReport:
         files.replace(os.path.join(folder, FILE), text)
 
     def problems(self) -> str:
-        """What differs from one process, the first of each check; empty when nothing does."""
+        """Return a message with the first discrepancies of each check; empty if there are none."""
         shown: Counter[str] = Counter()
         lines = []
         for each in self.discrepancies:
@@ -102,7 +102,8 @@ class ParityReport:
         return "\n  ".join([f"not certified: {self.layout}", *lines]) if lines else ""
 
     def table(self, rows: int = 12) -> str:
-        """For a terminal: the parameters with the largest errors, and what was audited."""
+        """Return a table for a terminal: the parameters with the largest errors, and the number of
+        collectives."""
         bounds = self.bounds
         width = max(map(len, (*self.parameters, "parameter")))
         lines = [
@@ -124,5 +125,5 @@ class ParityReport:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks [2, 3]``."""
+    """Return ``rank 3`` or ``ranks [2, 3]``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -1,10 +1,10 @@
-"""What the parallel run should compute, on rank 0: `ReferenceRun`, on plain tensors.
+"""Reference run in one process, on rank 0 with plain tensors: `ReferenceRun`.
 
-[Note: one step at a time] Every step is checked on its own. The gradient is compared with the sum
-of what the data ranks should have contributed, at the weights that the parallel model has; the
-update is compared with what a plain optimizer does with the gradient that the parallel model has.
-After a comparison the parallel model's values are taken over. So an error is found in the step, and
-at the place, at which it happens, and rounding is not amplified from step to step.
+[Note: one step at a time] Every step is checked separately. The gradient is compared with the sum
+of the expected contributions of the data ranks, at the weights of the parallel model. The update is
+compared with the update of a plain optimizer for the gradient of the parallel model. After each
+comparison the reference takes over the values of the parallel model. This locates an error in its
+step and operation, and rounding errors do not accumulate over steps.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ Tensors = Mapping[str, Tensor]  # by FQN
 
 @dataclass
 class CheckedRun:
-    """What is certified, and what one process needs to compute the same."""
+    """The run under test, with all inputs of its reference run."""
 
-    model: nn.Module  # parallel
+    model: nn.Module  # parallelized
     mesh: DeviceMesh
     shape: MeshShape  # of ``mesh``
     config: ParallelConfig
     optimizer: torch.optim.Optimizer  # of ``model``
     optimizer_config: OptimizerConfig
-    loss_of: Callable[[Any, Any], Tensor]  # of either model and a micro-batch, summed
-    # (step from 1, data rank) -> its micro-batches; in odd steps as many as in training
+    loss_of: Callable[[Any, Any], Tensor]  # (either model, micro-batch) -> summed loss
+    # (step from 1, data rank) -> micro-batches; in odd steps as many as in training
     read: Callable[[int, int], list[Any]]
-    count: Callable[[Any], int]  # samples or tokens of a micro-batch, over which the loss is a mean
-    predicted: Mapping[str, float]  # bytes by axis of a step as configured
-    plain: nn.Module  # as the user made it, with weights or on meta
+    count: Callable[[Any], int]  # samples or tokens of a micro-batch; the loss is a mean over them
+    predicted: Mapping[str, float]  # axis -> bytes of a step, as configured
+    plain: nn.Module  # the user's model, with weights or on meta
     seed: int
     init: Initializer | None
     weights: Callable[[nn.Module], Container[str]] | None  # as of `parallelize`
@@ -73,17 +73,19 @@ class CheckedRun:
 
     @property
     def method(self) -> SyncMethod:
-        """What crosses the replicate axis."""
+        """Synchronization method of the replicate axis."""
         return method_of(self.config.strategy, self.config.sync, self.shape.replicate)
 
 
 def seed_forward(step: int, data_rank: int, number: int) -> None:
-    """Seeds what a forward draws from, so that ranks and the one process drop the same."""
+    """Seed the generators of a forward, so that dropout is the same on ranks and in the
+    reference."""
     seed_everything((step << 40) + (data_rank << 20) + number, deterministic=False)
 
 
 def switch_dropout_off(model: nn.Module) -> bool:
-    """Sets every dropout to 0, since tensor ranks draw for their parts; whether there was any."""
+    """Set every dropout to 0, because tensor ranks draw different numbers for their shards. True if
+    the model has dropout."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -95,7 +97,8 @@ def switch_dropout_off(model: nn.Module) -> bool:
 
 
 def plain_copy(checked: CheckedRun) -> nn.Module:
-    """The user's module with its own first weights, or those that `parallelize` draws."""
+    """Return a copy of the user's module with its initial weights, which are the constructor's or
+    drawn as by `parallelize`."""
     module = copy.deepcopy(checked.plain)
     construct = checked.construct
     if construct is None and checked.init is None and checked.weights is None:
@@ -114,12 +117,12 @@ def plain_copy(checked: CheckedRun) -> nn.Module:
 
 
 class PlainModel:
-    """The model of ``checked`` on plain tensors, in the dtypes in which the ranks compute."""
+    """The model of ``checked`` on plain tensors, in the compute dtypes of the ranks."""
 
     def __init__(self, checked: CheckedRun) -> None:
         module = plain_copy(checked)
         self.module = module
-        # How often each module ran whose parameters the ranks gather together
+        # Number of calls of each module that is an FSDP group
         self.calls: Counter[str] = Counter()
         self._loss_of = checked.loss_of
         self._precision = Precision.of(checked.config.precision, module)
@@ -129,7 +132,7 @@ class PlainModel:
             for _, parameter in direct_parameters(owner):
                 if parameter.is_complex():
                     parameter.data = parameter.data.to(dtype.to_complex())
-                # One without dimensions is not gathered.
+                # Parameters without dimensions are not unsharded by FSDP.
                 elif parameter.is_floating_point() and parameter.ndim:
                     parameter.data = parameter.data.to(dtype)
         for name, inner in checked.model.named_modules():
@@ -137,12 +140,13 @@ class PlainModel:
                 self._prepare(fqn_of(name))
         if self._precision.output is not None:
             _cast_outputs(module, self._precision.output)
-        # Statistics that a forward changes are each data rank's own.
+        # Each data rank has separate running statistics.
         self.initial_buffers = self._copied_buffers()
         self._buffers_of: dict[int, dict[str, Tensor]] = {}
 
     def _prepare(self, name: str) -> None:
-        """Counts the calls of a module; casts its inputs and outputs as the parallel model does."""
+        """Install hooks that count the calls of a module, and cast its inputs and outputs as in the
+        parallel model."""
         module, precision = self.module.get_submodule(name), self._precision
         module.register_forward_pre_hook(lambda *_: self.calls.update([name]))
         owners = dict(owning_modules(self.module))
@@ -155,7 +159,8 @@ class PlainModel:
     def run(
         self, weights: Tensors, data_rank: int, batch: Any, scale: float
     ) -> tuple[float, dict[str, Tensor]]:
-        """The summed loss of a micro-batch, and by FQN the gradients of ``scale`` times it."""
+        """Return the summed loss of a micro-batch, and by FQN the gradients of ``scale`` times this
+        loss."""
         named = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, parameter in named.items():
@@ -170,7 +175,7 @@ class PlainModel:
         return loss.item(), found
 
     def buffers_of(self, data_rank: int) -> dict[str, Tensor]:
-        """What the buffers of a data rank should hold by now."""
+        """Return the expected buffers of a data rank."""
         return self._buffers_of.get(data_rank, self.initial_buffers)
 
     def _copied_buffers(self) -> dict[str, Tensor]:
@@ -195,16 +200,16 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 @dataclass
 class ReferenceGradient:
-    """The gradient of one parameter, a mean over ``ranks`` data ranks."""
+    """Expected gradient of one parameter, a mean over ``ranks`` data ranks."""
 
     ranks: int
     value: Tensor  # fp32 at least
-    later: Tensor | None = None  # its part from all micro-batches but the first of each rank
-    size: float = 0.0  # mean of the contributions' 2-norms, by which errors are measured
+    later: Tensor | None = None  # contribution of all micro-batches but the first of each rank
+    size: float = 0.0  # mean of the contributions' 2-norms; errors are relative to it
     used: bool = False
 
     def add(self, gradient: Tensor, number: int) -> None:
-        """What micro-batch ``number`` of a data rank contributes."""
+        """Add the contribution of micro-batch ``number`` of a data rank."""
         self.used = True
         self.value.add_(gradient, alpha=1 / self.ranks)
         if number > 0:
@@ -214,8 +219,8 @@ class ReferenceGradient:
 
 
 class ReferenceReplica:
-    """The parameters of one optimizer: ``parameters`` are expected, ``weights`` those with which
-    the ranks compute, ``before`` those that their optimizers had before the update."""
+    """The parameters of one optimizer. ``parameters`` are the expected values, ``weights`` the
+    compute weights of the ranks, ``before`` the optimizer's weights before the update."""
 
     def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
         self.parameters = dict(module.named_parameters())
@@ -224,7 +229,7 @@ class ReferenceReplica:
         self._optimizer = build_optimizer(module, config)
 
     def update(self, gradients: Tensors, factor: float) -> None:
-        """One step with ``gradients`` times ``factor``."""
+        """Make one optimizer step with ``gradients`` times ``factor``."""
         for name, gradient in gradients.items():
             parameter = self.parameters[name]
             parameter.grad = (gradient * factor).to(parameter.dtype)
@@ -233,7 +238,7 @@ class ReferenceReplica:
 
     @torch.no_grad()
     def take(self, weights: Tensors, updated: Tensors) -> None:
-        """Goes on from the values that the ranks and their optimizers have."""
+        """Continue with the values of the ranks and their optimizers."""
         for name, parameter in self.parameters.items():
             parameter.copy_(updated[name])
         self.weights = weights
@@ -241,27 +246,28 @@ class ReferenceReplica:
 
 
 class ReferenceRun:
-    """The run of ``checked`` in one process."""
+    """Reference run of ``checked`` in one process."""
 
     def __init__(self, checked: CheckedRun) -> None:
         self._checked = checked
         shape, method = checked.shape, checked.method
-        # One for each optimizer: of replicas that differ, every one has its own.
+        # One entry per optimizer: one per replica if replicas differ, otherwise one.
         self.replicas: list[ReferenceReplica] = []
         for _ in range(1 if method.replicas_equal else shape.replicate):
             self.replicas.append(ReferenceReplica(plain_copy(checked), checked.optimizer_config))
         self.sync = ReferenceSync(checked, self.replicas)
         self.plain = PlainModel(checked)
         self.ranks_per_replica = shape.data_ranks // len(self.replicas)
-        # Sums that cross the replicate axis unrounded need not be kept apart.
+        # Gradients that replicas sum without rounding need not be stored separately.
         parts = 1 if method.gradients_are_exact else shape.replicate
         self._ranks_per_part = shape.data_ranks // parts
-        # Of the last step, by data rank: the summed losses, and how many micro-batches there are
+        # Summed losses and number of micro-batches of the last step, by data rank
         self.losses: list[float] = []
         self.forwards: list[int] = []
 
     def gradients(self, step: int) -> list[dict[str, ReferenceGradient]]:
-        """By replica and FQN, of ``step``, from 1, at the weights that the parallel model has."""
+        """Return the expected gradients of ``step``, from 1, by replica and FQN, at the weights of
+        the parallel model."""
         data_ranks = self._checked.shape.data_ranks
         batches = [self._checked.read(step, data_rank) for data_rank in range(data_ranks)]
         self.forwards = [len(each) for each in batches]
@@ -293,12 +299,13 @@ class ReferenceRun:
 
 
 class ReferenceSync:
-    """What crosses the replicate axis, and with ``sync=diloco`` the parameters that replicas share;
-    see docs/sync-mathematics.md. ``cuts``: by FQN, what each rank of a replica holds."""
+    """Expected reduction over the replicate axis, and with ``sync=diloco`` the parameters that
+    replicas share; see docs/sync-mathematics.md. ``cuts``: FQN -> region of each rank of a
+    replica."""
 
     def __init__(self, checked: CheckedRun, replicas: Sequence[ReferenceReplica]) -> None:
         self.cuts: dict[str, list[Region]] = {}
-        self.before: Tensors = {}  # the step, what the replicas shared
+        self.before: Tensors = {}  # shared parameters before the step
         self._method = checked.method
         hidden = hidden_matrices(checked.plain)
         self._state = ExpectedState(RoundingKeys(checked.seed), hidden)
@@ -309,13 +316,13 @@ class ReferenceSync:
 
     @property
     def shared(self) -> Tensors:
-        """With diloco what the replicas share."""
+        """Parameters that the replicas share with diloco."""
         return self._outer.shared if self._outer is not None else {}
 
     def mean_gradients(
         self, step: int, replicas: Sequence[Mapping[str, ReferenceGradient]]
     ) -> dict[str, ReferenceGradient]:
-        """What arrives of the mean over the replicas."""
+        """Return the expected mean over the replicas, in the communication format."""
         means: dict[str, ReferenceGradient] = {}
         self._state.keys.step = step
         for name in replicas[0]:
@@ -328,18 +335,19 @@ class ReferenceSync:
         return means
 
     def after_update(self, step: int) -> None:
-        """With diloco: exchanges what is due after ``step`` updates, and applies what arrives."""
+        """With diloco, exchange the fragments that are due after ``step`` updates, and apply the
+        arriving ones."""
         if self._outer is not None:
             self._outer.after_update(step)
 
     def take(self, shared: Tensors) -> None:
-        """Goes on from what the ranks share."""
+        """Continue with the shared parameters of the ranks."""
         if self._outer is not None:
             self._outer.shared = {name: value.clone() for name, value in shared.items()}
         self.before = shared
 
 
 def size_of(tensor: Tensor) -> float:
-    """The 2-norm, in fp64."""
+    """Return the 2-norm, in fp64."""
     wide = torch.promote_types(tensor.dtype, torch.float64)
     return float(torch.linalg.vector_norm(tensor.detach().to(wide)))

@@ -1,4 +1,4 @@
-"""A certificate for a job of the train command: `certify_job`."""
+"""Parity check for a job of the train command: `certify_job`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from parallel2d.training.data.batch import Batch
 from parallel2d.training.model_families import build_model
 from parallel2d.training.trainer import Trainer
 
-# Weights, those of the step before, gradients, two moments, and what the parallel model has
+# Weights, weights of the previous step, gradients, two moments, and the parallel model
 _COPIES = 8
 _SHARE = 0.6  # of the free memory
-_LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")  # keys of their number
+_LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")  # keys of the layer count
 
 
 def certify_job(job: Job, runtime: Runtime) -> ParityReport:
-    """Trains some steps on the job's layout and compares them with one process. Collective; the
-    certificate is the same on every rank. Nothing else of it stays."""
+    """Train some steps on the job's layout and compare them with a reference run in one process.
+    Collective; the report is the same on every rank. The check leaves no other trace."""
     notes: list[str] = []
     config = copy.deepcopy(job.config)
     steps = choose_steps(config, notes)
@@ -42,7 +42,7 @@ def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     config.checkpoint.memory_every = 0
     config.metrics.communication = True
     config.metrics.tensorboard = False
-    # No step is too far
+    # The data never end.
     config.data.epochs = 0
     config.data.validation = {}
     config.train.epochs = None
@@ -52,11 +52,11 @@ def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     trainer = build_trainer(quiet, runtime, quiet=True)
     meter = trainer.recorder.meter
     assert meter is not None
-    # Installed again for the steps alone
+    # Installed again only for the checked steps
     meter.remove()
     try:
         checked = _checked(trainer, notes)
-        # Here, and not in the first step: its forwards belong to none.
+        # Before the first step, because these forwards belong to no step.
         first = checked.read(1, data_coordinate(trainer.mesh))[0]
         trainer.loss.compare_head(trainer.model, first)
         return certify_steps(checked, meter, steps)
@@ -90,9 +90,10 @@ def _checked(trainer: Trainer, notes: list[str]) -> CheckedRun:
 
 
 def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
-    """What a data rank reads in ``step``, other samples in every step: a global batch as training
-    does, or two, so that gradients are accumulated; then each data rank has another number of
-    targets in the last micro-batch, the last one none."""
+    """Return the micro-batches of a data rank in ``step``, with different samples in every step.
+    They come from one global batch, as in training, or from two, for gradient accumulation. In the
+    second case the number of targets in the last micro-batch differs between data ranks, and is
+    zero on the last one."""
     shape = mesh_shape(trainer.mesh)
     plan = plan_batches(trainer.config, shape, data_rank, pad=trainer.plan.pads)
     size = trainer.config.train.global_batch_size
@@ -107,8 +108,9 @@ def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
 
 
 def fitting_model(model: Any, device: torch.device, notes: list[str]) -> Any:
-    """A copy of ``model`` that fits in rank 0's memory, with fewer layers if need be. Collective.
-    Raises `ConfigError` where the number of layers has no key, or one does not fit."""
+    """Return a copy of the ``model`` section that fits in rank 0's memory, with fewer layers if
+    necessary. Collective. Raises `ConfigError` if the number of layers has no key, or a single
+    layer does not fit."""
     room = broadcast(free_bytes(device) * _SHARE)
     model = copy.deepcopy(model)
     settings = vars(model) if isinstance(model, LlamaModel) else model.arguments

@@ -1,5 +1,5 @@
-"""What a job would do on a cluster, computed in one process and started nowhere.
+"""Planner: the cost of a job on a cluster, computed in one process without starting the job.
 
-`planner.layout_cost.cost_of` is about one layout, `planner.layout_search`
-finds one.
+`planner.layout_cost.cost_of` computes the cost of one layout, `planner.layout_search` searches for
+the fastest layout.
 """

@@ -1,8 +1,8 @@
-"""``strategy=auto``: the layout that `python -m parallel2d.plan` would choose for the machines that
-a job has found. Start at `with_chosen_layout`.
+"""``strategy=auto``: the layout that `python -m parallel2d.plan` chooses for the detected machines.
+Start at `with_chosen_layout`.
 
-The search runs in a process of its own: it needs a process group without processes, and the one
-that asks may be a rank, or may be about to fork ranks.
+The search runs in a separate process, because it needs a fake process group, and the calling
+process may be a rank, or may be about to fork ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,18 @@ _ADVICE = (
 def with_chosen_layout(
     config: TrainConfig, words: Sequence[str], nodes: int, ranks: int
 ) -> tuple[TrainConfig, list[str]]:
-    """``config`` with the fastest layout on ``ranks`` ranks on ``nodes`` equal nodes, and lines
-    that say why; as it is, and no lines, where a strategy is named. ``words``: of the command line;
-    keys that they name stay. Links, devices and memory are those of ``cluster``. Raises
-    `ConfigError` where nothing fits, and where ``cluster`` does not say enough."""
+    """Return ``config`` with the fastest layout, and lines that explain the choice. If ``config``
+    names a strategy, return it unchanged and no lines.
+
+    Args:
+        config: its ``cluster`` section describes links, devices and memory.
+        words: overrides of the command line; the search does not change keys that they set.
+        nodes: number of equal nodes.
+        ranks: number of all ranks.
+
+    Raises:
+        ConfigError: if no layout fits, or ``cluster`` lacks figures.
+    """
     if not config.is_automatic:
         return config, []
     if ranks % nodes:
@@ -43,7 +51,7 @@ def with_chosen_layout(
     cluster = dataclasses.replace(config.cluster, nodes=nodes, ranks_per_node=ranks // nodes)
     planned = dataclasses.replace(config, cluster=cluster)
     request = {"config": to_yaml(planned), "fixed": sorted(fixed_keys(words))}
-    # A user's model is found there as it is here.
+    # The same search path, so that the child process can import a user's model.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "parallel2d.instruments.planner.automatic"],
@@ -71,7 +79,7 @@ def _lines(result: SearchResult) -> list[str]:
         f"            {chosen.time.seconds.total:.3g} s per step by the planner, the fastest of "
         f"{len(result.ranked)} that can run",
     ]
-    # The fastest one that does not fit, and the best one of another strategy or mesh.
+    # The fastest layout that does not fit, and the best layout of another strategy or mesh
     others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
     slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
     for head, found in (("", result.ranked[:place]), ("runner-up", slower)):
@@ -80,7 +88,7 @@ def _lines(result: SearchResult) -> list[str]:
 
 
 def main() -> None:
-    """Reads a request from standard input, and answers with a line of JSON."""
+    """Read a request from standard input, and write the answer as a line of JSON."""
     import torch
 
     torch.set_num_threads(1)

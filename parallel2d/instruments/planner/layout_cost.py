@@ -1,13 +1,13 @@
-"""What one job costs per rank and step, on the machines of ``cluster``: `cost_of`, and `JobCosts`
-for many layouts of it.
+"""Cost of a job per rank and step, on the machines of ``cluster``: `cost_of`, and `JobCosts` for
+many layouts of one job.
 
-The `Layout` that is priced is the one that training would apply. Data are not opened.
+The cost is computed for the same `Layout` object that training applies. Data are not opened.
 
-[Note: a traced peak] With ``plan.verify=true`` the layout is applied on a process group without
-processes, and forward and backward run on fake tensors under torch's memory tracker. So what is
-counted is what this code allocates, but on the device type ``cpu``: blocks that a GPU's allocator
-rounds up to 512 bytes, its fragmentation, and buffers of NCCL and of matrix libraries are not in
-it, and attention is torch's for CPU, which keeps as much for backward as flash attention does.
+[Note: a traced peak] With ``plan.verify=true`` the layout is applied on a fake process group, and
+forward and backward run on fake tensors under torch's memory tracker. The traced peak contains all
+allocations of this code, but on the device type ``cpu``. It does not contain the rounding of a
+GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of matrix libraries.
+Attention is torch's kernel for CPU, which saves as much for backward as flash attention.
 """
 
 from __future__ import annotations
@@ -71,19 +71,20 @@ _MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """Figures of the fullest rank, and of the first one where ranks differ in bytes sent."""
+    """Figures of the peak-memory rank. Where ranks send different numbers of bytes, the bytes of
+    the first rank count."""
 
     layout: Layout
     topology: Topology
-    places: Mapping[str, GroupPlacement]  # of the groups of each axis
+    places: Mapping[str, GroupPlacement]  # axis -> placement of its groups
     model: str
     parameters: int  # elements of the whole model
     sample: SampleShape
     states: StateBytes
-    moved: Mapping[str, float]  # bytes a rank sends per step, by ``comm/AXIS/bytes``
+    moved: Mapping[str, float]  # ``comm/AXIS/bytes`` -> bytes that a rank sends per step
     flops: int | None  # of one sample, forward and backward; None: not known
-    time: StepEstimate | str  # or what is not known, in words
-    predicted: PredictedMemory | str = ""  # or why the peak is not known, in words
+    time: StepEstimate | str  # a text names the missing figures
+    predicted: PredictedMemory | str = ""  # a text is the reason why the peak is not known
     traced: int | None = None  # bytes at the peak, with ``plan.verify=true``
 
     @property
@@ -92,7 +93,7 @@ class LayoutCost:
 
     @property
     def needed(self) -> int:
-        """Bytes that are known to be needed on the fullest rank."""
+        """Bytes that the peak-memory rank needs, as far as they are known."""
         if self.traced is not None:
             return self.traced
         if isinstance(self.predicted, PredictedMemory):
@@ -101,21 +102,21 @@ class LayoutCost:
 
     @property
     def has_peak(self) -> bool:
-        """Whether `needed` is that of the fullest moment, and not of the states alone."""
+        """True if `needed` is the peak of a step; False if it counts only the states."""
         return self.traced is not None or isinstance(self.predicted, PredictedMemory)
 
 
 def cost_of(config: TrainConfig) -> LayoutCost:
-    """What the job costs; with ``plan.verify=true`` its peak is traced too. Raises `ConfigError`
-    for a job that cannot run, as far as that can be told without data and devices."""
+    """Return the cost of the job; with ``plan.verify=true`` its peak is traced too. Raises
+    `ConfigError` for a job that cannot run, as far as this is known without data and devices."""
     costs = JobCosts(config)
     cost = costs.with_peak(config, costs.cost(config))
     return costs.traced(config, cost) if config.plan.verify else cost
 
 
 def seconds_in_bf16(config: TrainConfig) -> float | None:
-    """Seconds of a step of the same layout with ``precision=bf16``; None where it computes in 16
-    bits already, and where that is not known."""
+    """Return the seconds of a step of the same layout with ``precision=bf16``; None if the job
+    already computes in 16 bits, or if the time is not known."""
     if config.precision.param not in ("fp32", "fp64"):
         return None
     config = dataclasses.replace(config, precision=PRECISIONS["bf16"])
@@ -124,8 +125,8 @@ def seconds_in_bf16(config: TrainConfig) -> float | None:
 
 
 def planned_topology(config: TrainConfig) -> Topology:
-    """Equal hosts, by ``cluster.nodes`` and ``cluster.ranks_per_node``; where these are ``auto``,
-    what the launcher would start. Raises `ConfigError` for too many ranks."""
+    """Return a topology of equal hosts, from ``cluster.nodes`` and ``cluster.ranks_per_node``;
+    ``auto`` is replaced by the launcher's values. Raises `ConfigError` for too many ranks."""
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if nodes == "auto":
         _, nodes = config.launch.node_range
@@ -141,9 +142,10 @@ def planned_topology(config: TrainConfig) -> Topology:
 
 
 def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
-    """What is needed of what may be filled, in words; None where nothing is known against it."""
+    """Return the needed and the available memory as text if the job exceeds the memory; None if it
+    fits, or if this is not known."""
     memory = config.cluster.device.memory_gib
-    # With offloading, what is kept from step to step is in the memory of the host.
+    # With offloading the states are in the memory of the host.
     if memory is None or config.cpu_offload:
         return None
     usable = memory * (1 - config.plan.free_memory) * _GIB
@@ -155,8 +157,8 @@ def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
 
 
 class JobCosts:
-    """Costs of one model, batch and precision on one cluster, in any layout. What layouts have in
-    common is computed once. Raises `ConfigError` for a job that no layout can run."""
+    """Costs of one model, batch and precision on one cluster, in any layout. Results that layouts
+    have in common are computed once. Raises `ConfigError` for a job that no layout can run."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.topology = planned_topology(config)
@@ -172,26 +174,33 @@ class JobCosts:
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
         self._places: dict[MeshShape, Mapping[str, GroupPlacement]] = {}
-        # Of one rank on the other axes, by the sizes of the inner axes and the bucketing
+        # (sizes of the inner axes, bucketing) -> layout with one rank on the other axes
         self._layouts: dict[tuple[int, int, str], Layout] = {}
-        # By the size and the recomputation, with the samples of the micro-batch that was counted
+        # (sizes of the inner axes, recomputation) -> traffic, and samples of the counted
+        # micro-batch
         self._over_tensor: dict[tuple[int, int, str], tuple[TensorTraffic | None, int]] = {}
-        # By these, the bucketing and the samples
+        # (sizes of the inner axes, recomputation, bucketing, samples) -> events, or the reason
         self._profiles: dict[tuple[int, int, str, str, int], list[MemoryEvent] | str] = {}
 
     def on(self, config: TrainConfig) -> JobCosts:
-        """The same on as many nodes as ``config`` has, with what was computed already."""
+        """Return the costs on the nodes of ``config``, with the cached results of this object."""
         other = copy.copy(self)
         other.topology = planned_topology(config)
         other._places = {}
         return other
 
     def cost(self, config: TrainConfig) -> LayoutCost:
-        """Of one layout, without its peak. ``config``: may differ from that of the constructor in
-        strategy, mesh, bucketing, recomputation, micro-batch and sync. Raises `ConfigError` for a
-        layout that cannot run."""
+        """Return the cost of one layout, without its peak.
+
+        Args:
+            config: may differ from the constructor's in strategy, mesh, bucketing, recomputation,
+                micro-batch and sync.
+
+        Raises:
+            ConfigError: for a layout that cannot run.
+        """
         shape = resolve_mesh(config, self.topology)
-        # First, since most layouts of a search that cannot run are refused by it.
+        # This check is first, because it refuses most of the impossible layouts of a search.
         batches = plan_batches(config, shape, data_rank=0, pad=False)
         places = self._place(config, shape)
         layout = self._lay_out(config, shape, batches)
@@ -213,23 +222,25 @@ class JobCosts:
     def with_peak(
         self, config: TrainConfig, cost: LayoutCost, *, measures: bool = True
     ) -> LayoutCost:
-        """``cost``, of ``config``, with its predicted peak, or in words why it is not known.
-        ``measures``: also where that takes a step on tensors without storage."""
+        """Return ``cost``, of ``config``, with its predicted peak, or with the reason why the peak
+        is not known. ``measures``: True to run a step on fake tensors where this is needed."""
         profile = self._profile(config, cost.layout, measures)
         predicted = profile if isinstance(profile, str) else predict_peak(profile, cost.layout)
         return dataclasses.replace(cost, predicted=predicted)
 
     def traced(self, config: TrainConfig, cost: LayoutCost) -> LayoutCost:
-        """``cost``, of ``config``, with a traced peak. Raises `ConfigError` where it cannot."""
+        """Return ``cost``, of ``config``, with a traced peak. Raises `ConfigError` if tracing
+        fails."""
         if reason := _unknown_peak(config):
             raise ConfigError(f"plan.verify=true: {reason}; use plan.verify=false")
-        # A model of its own, which is used up by it.
+        # A separate model, because tracing consumes it.
         parts = build_model(config.model)
         traced = _trace_step(parts, cost.layout, self.topology, _loss_of(config, parts))
         return dataclasses.replace(cost, traced=traced)
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
-        """Places each axis. Raises `ConfigError` for one that crosses hosts by accident."""
+        """Return the placement of each axis. Raises `ConfigError` for an axis that crosses hosts by
+        accident."""
         if shape not in self._places:
             ranks = shape.place(self.topology)
             check_placement(ranks, self.topology, config.mesh.allow_cross_node)
@@ -262,8 +273,8 @@ class JobCosts:
         return lay_out(config, parts, inner, batches, self._sample, self._device_type, mesh)
 
     def _count_inner_axes(self, config: TrainConfig, layout: Layout) -> TensorTraffic | None:
-        """What a micro-batch moves over the tensor and context axes; None where it is not known.
-        Counted once for each size and recomputation: bytes grow with the samples."""
+        """Return the traffic of a micro-batch over the tensor and context axes; None if it is not
+        known. It is counted once per size and recomputation, and scaled by the samples."""
         shape, work = layout.shape, layout.workload
         if layout.tensor_plan is None and shape.context == 1:
             return None
@@ -309,7 +320,7 @@ class JobCosts:
 
 
 def _unknown_peak(config: TrainConfig) -> str:
-    """Why the peak is not known; empty where it is."""
+    """Return the reason why the peak is not known; empty if it is known."""
     if config.cpu_offload:
         return "with cpu_offload=true the peak is not known"
     if config.precision.float8 != "none":
@@ -321,9 +332,9 @@ def _unknown_peak(config: TrainConfig) -> str:
 
 @contextlib.contextmanager
 def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
-    """A mesh that has the context and tensor axes of ``shape`` alone, on a process group without
-    processes; None without them. What a model computes on it does not depend on other axes, and
-    large ones take long."""
+    """Yield a mesh with only the context and tensor axes of ``shape``, on a fake process group;
+    None without these axes. The operations of a model do not depend on the other axes, and large
+    meshes take long."""
     inner = shape.inner
     if inner.world_size == 1:
         yield None
@@ -334,7 +345,7 @@ def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
 
 
 def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
-    """The loss as training computes it. Raises `ConfigError` where it cannot be chunked."""
+    """Return the loss function of training. Raises `ConfigError` if it cannot be chunked."""
     head, chunk = name_of_head(config, parts), config.train.loss_chunk
     loss = ModelLoss(config, parts)
 
@@ -343,7 +354,7 @@ def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
             return functools.partial(loss.value, model)
         chunked = ChunkedHead(model, chunk, head)
         args, named = loss.arguments(inputs, targets)
-        # Computed once, to learn what the model does with its logits.
+        # Computed once, to learn the model's operations on its logits.
         with torch.no_grad():
             chunked.record(targets, *args, **named)
 
@@ -357,8 +368,8 @@ def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
 
 
 def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
-    """What a sample of the configured data is made of: of one's own, their first. Raises
-    `ConfigError` for data that the model does not read."""
+    """Return the shape of a sample of the configured data; for a custom data set, of its first
+    sample. Raises `ConfigError` for data that the model does not read."""
     check_reads(config, parts)
     if config.data.name == "custom":
         return CustomSamples(config.data).shape
@@ -366,16 +377,18 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
 
 
 def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
-    """Bytes at the fullest moment of one global batch of ``parts.module``, which is used up by it,
-    with what the fullest rank keeps of the optimizer's state: that is there in every step but the
-    first. See [Note: a traced peak]. Of more than two micro-batches two are run: the others are as
-    the second. Raises `ConfigError` for a model that tensors without storage cannot run."""
+    """Return the peak bytes of one global batch of ``parts.module``, which is consumed, plus the
+    optimizer state of the peak-memory rank, which exists in every step but the first.
+
+    See [Note: a traced peak]. At most two micro-batches run, because all later ones are like the
+    second. Raises `ConfigError` for a model that cannot run on fake tensors.
+    """
     config, workload = layout.config, layout.workload
-    # Blocks are traced as they stand: compilation happens for tensors with values.
+    # Blocks are traced without compilation, which needs tensors with values.
     plain = dataclasses.replace(layout, config=dataclasses.replace(config, compile=CompileConfig()))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_process_group(layout.shape.world_size), warnings.catch_warnings():
-        # Some operators warn about tensors without storage, each once for all.
+        # Some operators warn about fake tensors, once per process.
         warnings.simplefilter("ignore")
         mesh = place_mesh(layout.shape, topology, config.allow_cross_node, "cpu")
         model = apply_on_fake_tensors(plain, parts.module, mesh, fake, topology)
@@ -393,18 +406,19 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
                     during = config.sync.during_accumulation
                     for inputs, targets in accumulate(model, batches, during):
                         loss(inputs, targets).backward()
-                        # Of the modules alone, which may run once only; the peak of all is kept.
+                        # Resets only the statistics of modules, which may run once; the total peak
+                        # remains.
                         tracker.reset_mod_stats()
             except ConfigError:
                 raise
-            # A model may look at values, which such tensors do not have.
+            # A model may read values, which fake tensors do not have.
             except Exception as error:
                 reason = str(error).split("\n")[0]
                 raise ConfigError(
                     f"plan.verify=true: {type(parts.module).__name__} does not run on tensors "
                     f"without storage ({type(error).__name__}: {reason}); use plan.verify=false"
                 ) from error
-    # Of the one device that there is.
+    # The only device
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     states = state_bytes(layout)
     return int(snapshot["Total"]) + states.optimizer + states.masters + states.outer

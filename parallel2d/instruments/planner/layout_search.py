@@ -1,7 +1,7 @@
-"""Searches the layout that trains fastest and fits: `search`.
+"""Search for the fastest layout that fits into memory: `search`.
 
-All layouts are ranked by their step time, and the fastest one whose predicted peak fits is chosen;
-with ``plan.verify=true`` its peak is traced too.
+All layouts are ranked by their step time, and the fastest layout with a predicted peak that fits is
+chosen; with ``plan.verify=true`` its peak is traced too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.planner.layout_cost import JobCosts, LayoutCost, excess
 from parallel2d.parallel.cost.step_time import StepEstimate
 
-_RECOMPUTED = ("none", "selective", "full")  # the one that needs most memory first
+_RECOMPUTED = ("none", "selective", "full")  # in decreasing order of memory
 
 
 class NoLayoutError(ConfigError):
-    """No layout can run or fits."""
+    """No layout can run, or none fits."""
 
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """One layout. ``reason``: why it is not the chosen one; empty for the chosen one."""
+    """One layout. ``reason``: why it was not chosen; empty for the chosen layout."""
 
     config: TrainConfig
     words: tuple[str, ...]
@@ -39,7 +39,8 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``ranked``: the fastest first. ``refusals``: words of those that cannot run, and why."""
+    """Result of a search: ``ranked`` has the layouts, fastest first, and ``refusals`` the overrides
+    and reasons of layouts that cannot run."""
 
     chosen: RankedLayout
     ranked: tuple[RankedLayout, ...]
@@ -49,10 +50,17 @@ class SearchResult:
 def search(
     config: TrainConfig, fixed: Collection[str], costs: JobCosts | None = None
 ) -> SearchResult:
-    """The layouts of ``config`` that differ in strategy, mesh, recomputation and micro-batch, but
-    for keys that are ``fixed``: ``strategy``, ``mesh.AXIS``, ``activation_checkpointing``,
-    ``train.micro_batch_size``. ``costs``: of the same job, with what was computed already. Raises
-    `ConfigError` where none can run or fit, and where step times or peaks are not known."""
+    """Search the strategies, meshes, recomputations and micro-batches for the job ``config``.
+
+    Args:
+        config: the job.
+        fixed: keys that keep their values: ``strategy``, ``mesh.AXIS``,
+            ``activation_checkpointing``, ``train.micro_batch_size``.
+        costs: of the same job, with cached results.
+
+    Raises:
+        ConfigError: if no layout can run or fit, and if step times or peaks are not known.
+    """
     costs = costs or JobCosts(config)
     ranked: list[RankedLayout] = []
     refusals: list[tuple[tuple[str, ...], str]] = []
@@ -70,8 +78,8 @@ def search(
         ranked.append(RankedLayout(layout, words_of(layout), cost, cost.time))
     if not ranked:
         raise NoLayoutError(f"no layout can run; the first one: {refusals[0][1]}")
-    # Of equally fast ones the one with fewer and larger micro-batches comes first, then the one
-    # that is listed first: the plainest.
+    # Among equally fast layouts, fewer and larger micro-batches come first, then the order of the
+    # candidates, which begins with the simplest.
     ranked.sort(key=lambda each: each.cost.layout.workload.accumulation)
     ranked.sort(key=lambda each: float(f"{each.time.seconds.total:.6g}"))
     too_large: list[RankedLayout] = []
@@ -89,10 +97,10 @@ def search(
 
 
 def _with_peak(layout: RankedLayout, costs: JobCosts, *, measures: bool = True) -> RankedLayout:
-    """``layout`` with its peak, and the reason if it does not fit; empty where nothing is known
-    against it. ``measures``: as of `JobCosts.with_peak`; otherwise no peak is traced either."""
+    """Return ``layout`` with its peak, and with the reason if it does not fit. ``measures``: see
+    `JobCosts.with_peak`; False also disables tracing."""
     config, cost = layout.config, layout.cost
-    # What is too large without activations needs no peak.
+    # A layout that is too large without activations needs no peak.
     if not measures or excess(config, cost) is None:
         cost = costs.with_peak(config, cost, measures=measures)
     if measures and config.plan.verify and excess(config, cost) is None:
@@ -121,16 +129,16 @@ def _as_slower(chosen: RankedLayout, other: RankedLayout, costs: JobCosts) -> Ra
     return dataclasses.replace(other, reason=reason)
 
 
-# What is tried
+# Candidates
 
 
 def _layouts_of(
     config: TrainConfig, costs: JobCosts, fixed: Collection[str]
 ) -> Iterator[TrainConfig]:
-    """All that may be tried; some of them cannot run."""
+    """Yield all candidates; some of them cannot run."""
     recomputed = [config.activation_checkpointing]
     if "activation_checkpointing" not in fixed:
-        # Other keys of the section, such as its blocks, stay as they are given.
+        # Other keys of the section, such as its blocks, keep their values.
         recomputed = [dataclasses.replace(recomputed[0], name=name) for name in _RECOMPUTED]
     for strategy, mesh in _meshes(config, costs, fixed):
         sizes = _micro_batches(config, fixed, int(mesh.replicate) * int(mesh.shard))
@@ -147,9 +155,9 @@ def _layouts_of(
 def _meshes(
     config: TrainConfig, costs: JobCosts, fixed: Collection[str]
 ) -> Iterator[tuple[StrategyConfig, MeshConfig]]:
-    """Strategies with meshes that fill the ranks."""
+    """Yield strategies with meshes that use all ranks."""
     given, world = config.mesh, costs.topology.world_size
-    # Sizes that are given, where they are.
+    # Fixed sizes
     asked = {}
     for axis in ("replicate", "shard"):
         if f"mesh.{axis}" in fixed and getattr(given, axis) != "auto":
@@ -167,7 +175,7 @@ def _meshes(
 
 
 def _tensor_sizes(given: MeshConfig, costs: JobCosts, fixed: Collection[str]) -> list[int]:
-    """Sizes of the tensor axis: the given one, or those that fit into a host."""
+    """Return the sizes of the tensor axis: the given size, or all sizes that fit into a host."""
     if "mesh.tensor" in fixed:
         return [1 if given.tensor == "auto" else int(given.tensor)]
     if costs.parts.tensor_plan is None:
@@ -176,8 +184,8 @@ def _tensor_sizes(given: MeshConfig, costs: JobCosts, fixed: Collection[str]) ->
 
 
 def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
-    """Whether ``strategy`` uses each axis that has more than one rank. With one rank on an axis a
-    hybrid that nobody has chosen is one of the others."""
+    """True if ``strategy`` uses each axis with more than one rank. A hybrid strategy with one rank
+    on an axis equals another strategy, and suits only if the user has chosen it."""
     if not strategy.placement.shards and mesh.context not in ("auto", 1):
         return False
     if strategy.placement.shards and strategy.placement.replicates:
@@ -186,12 +194,13 @@ def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
 
 
 def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int) -> list[int]:
-    """Powers of two that divide a rank's share, and the share. What does not divide is refused."""
+    """Return the powers of two that divide a rank's share of the batch, and the share itself. Other
+    sizes would be refused."""
     given = config.train.micro_batch_size
     if "train.micro_batch_size" in fixed and given != "auto":
         return [int(given)]
     share = max(1, config.train.global_batch_size // data_ranks)
-    # A power of two has one bit.
+    # A power of two has one bit set.
     return [size for size in _divisors(share) if size.bit_count() == 1 or size == share]
 
 
@@ -199,12 +208,12 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-# Words of a command line
+# Overrides of a command line
 
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
-    """The words of a command line that choose this layout, beside what is given."""
-    # Nothing chooses a context axis: it is there if it was given.
+    """Return the overrides that choose this layout, in addition to the given ones."""
+    # The search does not choose a context axis, which exists only if it was given.
     axes = [axis for axis in AXES if axis != "context" or config.mesh.context != 1]
     return (
         f"strategy={config.strategy.name}",
@@ -215,7 +224,7 @@ def words_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def command_line(given: Sequence[str], chosen: RankedLayout) -> str:
-    """The train command with the words that were given and the chosen layout."""
+    """Return the train command with the given overrides and the chosen layout."""
     replaced = set(map(_key_of, chosen.words))
     kept = [word for word in given if _key_of(word) not in replaced]
     kept = [word for word in kept if not _key_of(word).startswith("plan.")]
@@ -223,10 +232,10 @@ def command_line(given: Sequence[str], chosen: RankedLayout) -> str:
 
 
 def _key_of(word: str) -> str:
-    """The key that a word of a command line sets; ``strategy.name`` is ``strategy``."""
+    """Return the key that an override sets; ``strategy.name`` is ``strategy``."""
     return word.lstrip("+").partition("=")[0].removesuffix(".name")
 
 
 def fixed_keys(given: Sequence[str]) -> set[str]:
-    """The keys that the search leaves as they are: those that are given, and not as ``auto``."""
+    """Return the keys that the search does not change: the given ones, except for ``auto``."""
     return {_key_of(word) for word in given if not word.endswith("=auto")}

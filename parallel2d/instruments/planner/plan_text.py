@@ -1,4 +1,4 @@
-"""Plans for people and for programs: one layout, the ranking of a search, a scaling."""
+"""Plans as text and as JSON: one layout, the ranking of a search, a scaling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INDENT = " " * 12
 
 
 def summary(config: TrainConfig, cost: LayoutCost) -> list[str]:
-    """What one layout costs. Readable in 80 columns, but for names."""
+    """Return the cost of one layout as lines of at most 80 columns, except for long names."""
     shape, layout, cluster = cost.shape, cost.layout, config.cluster
     return [
         f"plan        {shape.world_size:,} ranks, {cost.topology.describe()}; cluster "
@@ -59,15 +59,16 @@ def _undivided_head_lines(config: TrainConfig, context: int) -> list[str]:
 
 
 def shortage(config: TrainConfig, cost: LayoutCost) -> str | None:
-    """Why the job does not fit, in one sentence; None where nothing is known against it."""
+    """Return a sentence if the job does not fit into memory; None if it fits, or if this is not
+    known."""
     much = excess(config, cost)
     if much is None:
         return None
     what = "at its peak"
     if not cost.has_peak:
-        what = "for parameters, gradients, optimizer state and buffers alone"
+        what = "for parameters, gradients, optimizer state and buffers, without activations"
     return (
-        f"does not fit: the fullest rank needs {much} {what}; shard over more ranks, recompute "
+        f"does not fit: the peak-memory rank needs {much} {what}; shard over more ranks, recompute "
         "more (activation_checkpointing=full) or take a smaller train.micro_batch_size"
     )
 
@@ -75,7 +76,7 @@ def shortage(config: TrainConfig, cost: LayoutCost) -> str | None:
 def _memory_lines(config: TrainConfig, cost: LayoutCost) -> list[str]:
     where = ", in the memory of the host but for buffers" if config.cpu_offload else ""
     lines = [
-        f"memory      {_size(cost.states.total)} from step to step on the fullest rank{where}",
+        f"memory      {_size(cost.states.total)} from step to step on the peak-memory rank{where}",
         f"{_INDENT}{_listed(dataclasses.asdict(cost.states))}",
     ]
     if config.optimizer.name == "custom":
@@ -97,7 +98,7 @@ def _listed(kinds: Mapping[str, int]) -> str:
 
 
 def _size(size: int) -> str:
-    """In GiB, or in MiB where that would be less than a tenth."""
+    """Format bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{size / 2**20:.2f} MiB" if size < _GIB / 10 else f"{size / _GIB:.2f} GiB"
 
 
@@ -121,7 +122,7 @@ def _traffic_lines(cost: LayoutCost) -> list[str]:
 
 
 def _in_finer(layout: Layout) -> str:
-    """Where gradients have two communication formats, the share in the finer one."""
+    """Return the share of the gradients in the finer of two communication formats, as text."""
     comm_format = layout.method.named_format
     if comm_format is None or not layout.method.has_error_feedback:
         return ""
@@ -164,7 +165,8 @@ def _time_lines(cost: LayoutCost) -> list[str]:
 
 
 def ranking_lines(result: SearchResult) -> list[str]:
-    """Fastest first: some that do not fit, the chosen one, the best of other meshes, strategies."""
+    """The chosen layout, the best ones of other meshes and strategies, fastest first, then faster
+    layouts that do not fit."""
     shown = _shown(result)
     lines = [
         f"search      {len(result.ranked)} layouts by their step time; {len(result.refusals)} "
@@ -174,7 +176,7 @@ def ranking_lines(result: SearchResult) -> list[str]:
     for layout in shown:
         needed = f"{layout.cost.needed / _GIB:.1f} GiB"
         if not layout.cost.has_peak:
-            # More than the states is needed: peaks are computed until one fits.
+            # A lower bound from the states: peaks are computed only until a layout fits.
             needed = f"> {needed}"
         seconds = layout.time.seconds.total
         lines.append(f"{_INDENT}{seconds:>7.3f} s  {needed:>12}  {' '.join(layout.words)}")
@@ -186,21 +188,25 @@ def ranking_lines(result: SearchResult) -> list[str]:
 
 def _shown(result: SearchResult) -> Sequence[RankedLayout]:
     place = result.ranked.index(result.chosen)
-    # Of those that do not fit the fastest tell most.
-    shown = [*result.ranked[: min(place, _MOST_LINES // 2)], result.chosen]
+    shown = [result.chosen]
     seen = {result.chosen.words[:4]}  # strategy and mesh
     for layout in result.ranked[place + 1 :]:
         if layout.words[:4] not in seen:
             seen.add(layout.words[:4])
             shown.append(layout)
-    return shown[:_MOST_LINES]
+    # Of those that do not fit the fastest tell most. They come last.
+    too_large = result.ranked[: min(place, _MOST_LINES // 2)]
+    return [*shown[: _MOST_LINES - len(too_large)], *too_large]
 
 
 def ranking_json(result: SearchResult, command: str) -> str:
-    """All layouts, as JSON: ``command``, ``layouts`` with ``words``, ``reason`` (null for the
-    chosen one), ``seconds`` by part, ``memory``, ``predicted_peak`` and ``traced_peak`` (null
-    where they were not computed) and ``bytes``; ``refusals`` with the words and reasons of what
-    cannot run."""
+    """Return all layouts as JSON with the keys ``command``, ``layouts`` and ``refusals``.
+
+    An entry of ``layouts`` has ``words`` (overrides), ``reason`` (null for the chosen layout),
+    ``seconds`` by part, ``memory``, ``predicted_peak`` and ``traced_peak`` (null if they were not
+    computed) and ``bytes``. ``refusals`` has the overrides of layouts that cannot run, and the
+    reasons.
+    """
     refusals = [{"words": list(words), "reason": reason} for words, reason in result.refusals]
     layouts = [_fields(layout) for layout in result.ranked]
     return json.dumps({"command": command, "layouts": layouts, "refusals": refusals}, indent=1)
@@ -224,7 +230,7 @@ def _fields(layout: RankedLayout) -> dict[str, Any]:
 
 
 def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[str]:
-    """A table of the best layouts."""
+    """Return a table of the best layouts."""
     found = [layout for point in points for layout in point.best.values() if layout]
     cost = found[0].cost
     heads = "".join(f"{name:>16}" for name in COMPARED)
@@ -251,8 +257,8 @@ def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[s
 
 
 def scaling_json(points: Sequence[ScalingPoint], config: TrainConfig) -> str:
-    """``scaling``, ``cluster`` and ``points``: ranks, nodes, global batch and by strategy the best
-    layout as in `ranking_json`, null where there is none."""
+    """Return JSON with the keys ``scaling``, ``cluster`` and ``points``. A point has ranks, nodes,
+    global batch, and by strategy the best layout as in `ranking_json`, or null."""
     fields = []
     for point in points:
         best: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The best layout of several strategies on more and more ranks: `scale`."""
+"""Best layouts of several strategies on an increasing number of ranks: `scale`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ COMPARED = ("hybrid", "zero3", "ddp")  # strategies
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """``best``: the fastest layout that fits, by its strategy; None where none can run or fits."""
+    """One number of ranks. ``best``: strategy -> fastest layout that fits; None if no layout can
+    run or fits."""
 
     ranks: int
     nodes: int
@@ -29,13 +30,13 @@ class ScalingPoint:
 
 
 def samples_per_rank(layout: RankedLayout) -> float:
-    """Tokens per second and rank, or images."""
+    """Return tokens, or images, per second and rank."""
     per_sample = layout.cost.sample.targets_per_sample
     return layout.time.samples_per_s * per_sample / layout.cost.shape.world_size
 
 
 def wait_between_hosts(layout: RankedLayout) -> float:
-    """The share of the step that waits for links between hosts."""
+    """Return the share of the step that waits for links between hosts."""
     waits = 0.0
     for axis in AXES:
         if not layout.cost.places[axis].is_inside:
@@ -44,9 +45,9 @@ def wait_between_hosts(layout: RankedLayout) -> float:
 
 
 def scale(config: TrainConfig, fixed: Collection[str]) -> list[ScalingPoint]:
-    """Searches each of `COMPARED` on 8 to 16,384 ranks, the nodes doubling. ``fixed``: as for
-    `search`. Raises `ConfigError` for keys that belong to one number of ranks, for a batch that
-    cannot grow with the ranks, where step times are not known, and where nothing can run at all."""
+    """Search the best layout of each of `COMPARED` on 8 to 16,384 ranks, doubling the nodes.
+    ``fixed``: see `search`. Raises `ConfigError` for keys that fit only one number of ranks, for a
+    batch that cannot grow with the ranks, and if step times are not known or no layout can run."""
     for key in ("strategy", "mesh.replicate", "mesh.shard"):
         if key in fixed:
             raise ConfigError(f"plan.scaling: omit {key}, which the table compares or varies")

@@ -1,4 +1,4 @@
-"""The check, the same sequence on every rank: `ClusterCheck`."""
+"""The preflight check, with the same sequence on every rank: `ClusterCheck`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ _MARKS = {"red": "FAIL", "yellow": "warn"}
 
 
 class ClusterCheck:
-    """What ranks find as the arguments ``given`` ask: equal on all of them, said by rank 0."""
+    """Check according to the arguments ``given``. The findings are equal on all ranks, and rank 0
+    prints them."""
 
     def __init__(self, runtime: Runtime, given: argparse.Namespace) -> None:
         self._runtime, self._given = runtime, given
         self._findings: list[Finding] = []
         topology, rank = runtime.topology, runtime.identity.rank
         self._own_ranks = topology.ranks_by_host[topology.hosts[rank]]
-        self._speaks = rank == self._own_ranks[0]  # for its node
+        self._speaks = rank == self._own_ranks[0]  # reports for its node
 
     def run(self, config: TrainConfig) -> int:
-        """Checks for the job of ``config``. Returns the exit code. Collective. Raises
-        `ConfigError`, on every rank, for a mesh that these ranks cannot form and for measurements
-        that give no cluster file."""
+        """Check the cluster for the job of ``config``, and return the exit code. Collective.
+
+        Raises:
+            ConfigError: on every rank, for a mesh that these ranks cannot form, and for
+                measurements that are insufficient for a cluster file.
+        """
         given, topology = self._given, self._runtime.topology
         nodes = self._compare_nodes()
         mesh = build_mesh(
             MeshSpec.from_config(config.mesh),
-            # auto chooses when the job starts; its layouts use the axes of hybrid.
+            # auto chooses at the start of the job; its layouts use the axes of hybrid.
             "hybrid" if config.is_automatic else config.strategy,
             topology=topology,
             allow_cross_node=config.mesh.allow_cross_node,
@@ -85,10 +89,10 @@ class ClusterCheck:
         if self._speaks:
             facts = NodeFacts.collect(self._given.run_dir, len(self._own_ranks))
         nodes = list(filter(None, all_gather(facts)))
-        # A rank that is held up seems to have a later time: the least difference counts.
+        # A delayed rank seems to have a later time, so the smallest difference counts.
         ahead = [self._clocks_ahead() for _ in range(3)]
         self._add(judge_nodes(nodes, [min(each, key=abs) for each in zip(*ahead, strict=True)]))
-        # Where the first node cannot write to it, there is nothing to compare.
+        # If the first node cannot write to the folder, the check has no file to compare.
         if "run dir" not in map(attrgetter("check"), nodes[0].faults):
             try:
                 check_shared(self._given.run_dir)
@@ -97,8 +101,8 @@ class ClusterCheck:
         return nodes
 
     def _clocks_ahead(self) -> list[float]:
-        """By how many seconds the clock of each node is ahead of the first node's."""
-        told = all_gather(time.time())  # all ranks are here within milliseconds
+        """Return the lead of each node's clock over the first node's clock, in seconds."""
+        told = all_gather(time.time())  # all ranks call this within milliseconds
         times = [told[ranks[0]] for ranks in self._runtime.topology.ranks_by_host.values()]
         return [each - times[0] for each in times]
 
@@ -113,7 +117,7 @@ class ClusterCheck:
 
     def _write(self, keys: dict[str, Any]) -> None:
         path = self._given.write
-        # Four digits.
+        # Four significant digits
         short = json.loads(json.dumps(keys), parse_float=lambda text: float(f"{float(text):.4g}"))
         described = {"name": Path(path).stem, **short}
         text = f"# Measured on {time.strftime('%Y-%m-%d')} by python -m parallel2d.preflight\n"

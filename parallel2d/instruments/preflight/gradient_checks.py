@@ -1,5 +1,5 @@
-"""Checks of gradients in ordinary ranks: steps of a small model in every format, and with late
-gradients, compared with one process by a certificate."""
+"""Checks of gradients in ordinary ranks: parity checks of a small model in every communication
+format, and with late gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from parallel2d.training.model_families import build_model
 
 
 class KillOnce(Hook):
-    """Kills the last rank after a step, once in a run."""
+    """Hook that kills the last rank after a step, once in a run."""
 
     def step(self, run: RunView, step: int, metrics: Mapping[str, float]) -> None:
         mark = Path(run.run_dir, "killed")
@@ -44,8 +44,8 @@ class KillOnce(Hook):
 
 
 def check_gradients(runtime: Runtime, given: argparse.Namespace) -> int:
-    """Run the checks of ``given.only`` that run in ranks; rank 0 prints rows of the table. Returns
-    the exit code. Collective."""
+    """Run the checks of ``given.only`` that need ranks, and return the exit code. Rank 0 prints the
+    rows of the table. Collective."""
     device, ranks, shown = runtime.device, dist.get_world_size(), runtime.is_first
     if shown:
         only = ": this checks the CPU path only, with gloo" if device.type == "cpu" else ""
@@ -109,12 +109,12 @@ def _config(name: str, device_type: str) -> ParallelConfig:
 
 @contextlib.contextmanager
 def late_gradients(device: torch.device, products: int = 8) -> Iterator[None]:
-    """Let the gradients of each group be written late on the stream that writes them: that of the
-    reduce-scatter, and with one rank on the shard axis the stream that computes.
+    """Delay the write of each group's gradients on the stream that writes them: the reduce-scatter
+    stream, or the compute stream if the shard axis has one rank.
 
-    They are NaN until ``products`` products of large matrices are done, which the host issues in
-    microseconds and an accelerator computes in some 20 ms. A stream that does not wait for their
-    stream reads NaN.
+    The gradients are NaN until ``products`` products of large matrices are done, which the host
+    issues in microseconds and an accelerator computes in some 20 ms. A stream that does not wait
+    for the writing stream reads NaN.
     """
     size = 64 if device.type == "cpu" else 4096
     factor = torch.zeros(size, size, device=device)

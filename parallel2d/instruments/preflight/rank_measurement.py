@@ -1,7 +1,7 @@
-"""What ranks measure together: `RankMeasurement`.
+"""Collective measurements of all ranks: `RankMeasurement`.
 
-All ranks measure at the same time, so that ranks which share a host's processors, memory or network
-share them here as they do in training, and the slowest rank counts.
+All ranks measure at the same time, so that ranks share the processors, memory and network of a host
+as they do in training. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -35,41 +35,46 @@ from parallel2d.parallel.cost.collectives import (
 from parallel2d.parallel.mesh import group_of, mesh_shape
 from parallel2d.parallel.parallelize.precision import DTYPES
 
-# Called with a tensor, a rank's part of it, another tensor like it, and a group.
+# Arguments: a tensor, a rank's shard of the tensor, another tensor of the same shape, a group
 _COLLECTIVES: dict[str, Callable[..., object]] = {
     "all_gather": lambda whole, part, _, group: dist.all_gather_single(whole, part, group=group),
     "reduce_scatter": lambda whole, part, _, group: dist.reduce_scatter_single(
         part, whole, group=group
     ),
-    # A mean, so that repeated sums do not overflow.
+    # A mean, because repeated sums would overflow
     "all_reduce": lambda whole, _, __, group: dist.all_reduce(whole, dist.ReduceOp.AVG, group),
     "all_to_all": lambda whole, _, other, group: dist.all_to_all_single(other, whole, group=group),
 }
 _SMALLEST, _GROWTH = 4096, 8
-_TRIES = 3  # of a link; the best counts, since a neighbour's burst makes no slow link
+_TRIES = 3  # per link; the best counts, because a burst of other traffic is not a slow link
 
 
 class CollectiveSample(NamedTuple):
-    """One collective."""
+    """One measured collective."""
 
     collective: str
     whole_bytes: int  # of its larger side
-    steps: float  # latencies that it costs
-    link_bytes: float  # in one direction: on a rank's link inside a node, else on the node's
+    steps: float  # number of latencies
+    link_bytes: float  # in one direction, on a rank's link inside a node or else the node's link
     seconds: float
 
 
 class FittedLink(NamedTuple):
-    """In the form in which the planner computes a collective: steps times latency plus bytes over
-    bandwidth (`cost.collectives`). Infinite where more bytes took no longer."""
+    """Link in the planner's model of a collective: steps times latency plus bytes over bandwidth
+    (`cost.collectives`). The bandwidth is infinite if more bytes took no longer."""
 
     bytes_per_s: float
     latency_s: float
 
 
 class RankMeasurement:
-    """Measures with all other ranks; every rank calls the same methods in the same order.
-    ``seconds``: of each measurement; ``largest_bytes``: of a collective."""
+    """Measurement together with all other ranks. Every rank calls the same methods in the same
+    order.
+
+    Args:
+        seconds: duration of each measurement.
+        largest_bytes: largest collective.
+    """
 
     def __init__(
         self, runtime: Runtime, mesh: DeviceMesh, seconds: float, largest_bytes: float
@@ -80,7 +85,7 @@ class RankMeasurement:
         self._on_gpu = self._device.type != "cpu"
         self._usual = "bf16" if self._on_gpu else "fp32"
         self._places: dict[str, GroupPlacement] = {}
-        # By axis; the axes are those that have several ranks.
+        # Axis -> samples, for axes with several ranks
         self.samples: dict[str, list[CollectiveSample]] = {}
         self.fits: dict[str, FittedLink] = {}
         self.links: dict[str, list[RankLink]] = {}
@@ -94,8 +99,9 @@ class RankMeasurement:
         self.flops = self._flops(self._usual)
 
     def cluster_keys(self, nodes: Sequence[NodeFacts]) -> dict[str, Any]:
-        """Keys of `ClusterConfig`, all but its name; measures what they need beside the axes.
-        Raises `ConfigError` where nodes differ, or an axis uses both kinds of links."""
+        """Return the keys of `ClusterConfig` except for its name, and measure the figures that do
+        not belong to an axis. Raises `ConfigError` if nodes differ, or if an axis uses both kinds
+        of links."""
         if len({node.ranks for node in nodes}) > 1:
             raise ConfigError(
                 "--write: nodes have different numbers of ranks: give all one --nproc"
@@ -117,30 +123,31 @@ class RankMeasurement:
         return keys
 
     def _axes_of_links(self) -> dict[str, str]:
-        """Kind of link -> an axis whose groups use no other; the shard axis, if it is such."""
+        """Return kind of link -> an axis with groups that use only this kind; the shard axis is
+        preferred."""
         found = {}
         for axis in sorted(self._places, key=lambda axis: axis == "shard"):
             place = self._places[axis]
             if not place.is_inside and place.ranks > place.hosts:
                 raise ConfigError(
                     f"--write: groups of the {axis} axis use links inside nodes and between them, "
-                    "which cannot be told apart: omit strategy and mesh"
+                    "which cannot be distinguished: omit strategy and mesh"
                 )
             found["inside_node" if place.is_inside else "between_nodes"] = axis
-        # With one rank on each node there is no link inside, and no group uses one.
+        # With one rank per node no group uses links inside a node.
         if "between_nodes" in found:
             found.setdefault("inside_node", found["between_nodes"])
         return found
 
     def _flops(self, word: str) -> list[float]:
-        """Per second, of matrix products in the dtype ``word``, by rank."""
+        """Return the FLOP/s of matrix products in the dtype ``word``, by rank."""
         size = 8192 if self._on_gpu else 512
         left = torch.rand(size, size, device=self._device).to(DTYPES[word])
         right = left.t().contiguous()
         return all_gather(2 * size**3 / self._seconds_of(lambda: left @ right))
 
     def _collectives(self, axis: str) -> list[CollectiveSample]:
-        """Those that training uses, on all groups of ``axis`` at once."""
+        """Measure the collectives of training on all groups of ``axis`` at once."""
         group, place, found = group_of(self._mesh, axis), self._places[axis], []
         for name, call in _COLLECTIVES.items():
             for size in self._sizes:
@@ -153,14 +160,15 @@ class RankMeasurement:
                 steps = inner if place.is_inside else outer
                 carried = sent if place.is_inside else place.groups_per_host * sent
                 found.append(CollectiveSample(name, whole.nbytes, steps, carried, seconds))
-                # Two sizes at least; then until the next one would take too long.
+                # At least two sizes, then until the next size would take too long.
                 if size > self._sizes[0] and seconds * _GROWTH > 4 * self._seconds:
                     break
         return found
 
     def _neighbours(self, axis: str) -> list[RankLink]:
-        """From each rank of the groups of ``axis`` to the next one. Links that share a rank take
-        turns: the even ones, the odd ones, and with an odd number of ranks the last."""
+        """Measure the link from each rank of the groups of ``axis`` to the next rank. Links that
+        share a rank take turns: the even links, the odd links, and for an odd number of ranks the
+        last link."""
         group = group_of(self._mesh, axis)
         ranks = dist.get_process_group_ranks(group)
         own = group.rank()
@@ -174,15 +182,15 @@ class RankMeasurement:
             if turns[own] == turn:
                 dist.send(payload, ranks[(own + 1) % len(ranks)], group)
             elif turns[own - 1] == turn:
-                # Where it arrives: to a sender, bytes in a buffer of the kernel count as sent.
+                # Timed at the receiver: for a sender, bytes in a kernel buffer count as sent.
                 dist.recv(payload, ranks[own - 1], group)
                 self._wait()
                 fastest = min(fastest, time.perf_counter() - begin)
         return sorted(all_gather((ranks[own - 1], ranks[own], payload.nbytes / fastest)))
 
     def _compute(self) -> dict[str, Any]:
-        """Keys of `DeviceConfig`, of the slowest rank."""
-        # Processors mostly have no products in fp16, and training on them does not use it.
+        """Return the keys of `DeviceConfig`, for the slowest rank."""
+        # Most CPUs have no matrix products in fp16, and training on CPUs does not use it.
         words = [word for word in DTYPES if word != "fp16" or self._on_gpu]
         peaks = {word: min(self._flops(word)) / 1e12 for word in words}
         source = torch.ones(1 << 28 if self._on_gpu else 1 << 24, device=self._device)
@@ -195,7 +203,7 @@ class RankMeasurement:
         }
 
     def _training_flops(self) -> float:
-        """FLOP/s of forward and backward of a Llama model, without any collective."""
+        """Return the FLOP/s of forward and backward of a Llama model, without collectives."""
         width, length = (4096, 4096) if self._on_gpu else (256, 64)
         model = Llama(
             dim=width,
@@ -220,7 +228,8 @@ class RankMeasurement:
         return self._largest(self._seconds_of(run))
 
     def _seconds_of(self, run: Callable[[], object]) -> float:
-        """Of one ``run`` on this rank, the median of five measurements, at the same time on all."""
+        """Return the seconds of one ``run`` on this rank, as the median of five measurements. All
+        ranks measure at the same time."""
         run()
         count, found = 1, []
         for _ in range(6):
@@ -238,7 +247,7 @@ class RankMeasurement:
         return float(reduce(torch.tensor(value, dtype=torch.float64), op="max"))
 
     def _meet(self) -> None:
-        """Waits for what was issued to the device, and over gloo for all ranks."""
+        """Wait for the issued work of the device, and over gloo for all ranks."""
         self._wait()
         self._largest(0.0)
 
@@ -247,8 +256,9 @@ class RankMeasurement:
 
 
 def fit_link(samples: Sequence[CollectiveSample]) -> FittedLink:
-    """The bandwidth between the smallest and the largest size of each collective, and the latency
-    that is left of all samples. Medians, so that a disturbed measurement moves neither."""
+    """Fit the bandwidth between the smallest and the largest size of each collective, and the
+    latency from the remaining time of all samples. Both are medians, which a disturbed measurement
+    does not change."""
     by_name = defaultdict(list)
     for sample in samples:
         by_name[sample.collective].append(sample)

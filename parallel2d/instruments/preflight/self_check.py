@@ -1,5 +1,5 @@
-"""The self-check: its checks, the rows of its table, and those checks that are runs of the train
-command. `gradient_checks` has those in ordinary ranks."""
+"""The self-check: the list of its checks, the rows of its table, and the checks that run the train
+command. `gradient_checks` has the checks in ordinary ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from parallel2d.base import files
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError
 
 _WIRES = SyncConfig.__dataclass_fields__["wire"].metadata["choices"]
 WIRES = tuple(f"sync.wire={name}" for name in _WIRES if name not in ("auto", "fp32"))
 GRADIENTS = ("streams", "fp32", "bf16", *WIRES, "compile=block")
-RUNS = ("resume", "memory-checkpoint", "killed-rank")
+RUNS = ("resume", "memory-checkpoint", "killed-rank", "replica-loss")
+CHECKED_BACKEND = "gloo"  # by replica-loss: nccl2 needs several nodes
 STEPS, SAVED, KILLED = 6, 3, 5
-_BOUND = 1e-5  # of relative differences of losses in fp32
+_BOUND = 1e-5  # for relative differences of losses in fp32
 _KILL = (
     "train.hooks=[parallel2d.instruments.preflight.gradient_checks:KillOnce]",
     "launch.max_restarts=1",
@@ -30,7 +32,8 @@ _KILL = (
 
 
 def chosen_checks(only: str | None) -> list[str]:
-    """The checks of ``--only``; all by default. Raises `ConfigError` for an unknown one."""
+    """Return the checks of ``--only``; all by default. Raises `ConfigError` for an unknown
+    check."""
     names = [*GRADIENTS, *RUNS]
     wanted = only.split(",") if only else names
     if not set(wanted) <= set(names):
@@ -39,14 +42,14 @@ def chosen_checks(only: str | None) -> list[str]:
 
 
 def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
-    """Run ``check`` and print a row of the table where ``shown``: the name when it begins, then the
-    seconds and the outcome that it returns, or its exception. True unless it failed."""
+    """Run ``check``, and print a row of the table if ``shown``: the name at the start, then the
+    seconds and the returned outcome, or the exception. False if the check failed."""
     if shown:
         print(f"{name:18}", end="", flush=True)
     begun = time.perf_counter()
     try:
         outcome = check()
-    except Exception as error:  # the other checks still show something
+    except Exception as error:  # the other checks still run
         first_line = str(error).strip().partition("\n")[0]
         outcome = f"FAILED: {type(error).__name__}: {first_line}"
     if shown:
@@ -54,17 +57,30 @@ def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
     return not outcome.startswith("FAILED")
 
 
-def check_runs(chosen: Sequence[str], ranks: int) -> bool:
-    """Check those of ``chosen`` that are runs, of so many ranks. False if one failed."""
+def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = None) -> bool:
+    """Check those of ``chosen`` that are runs, of so many ranks. False if one failed. The outcome
+    of ``replica-loss`` is written to ``cluster_file``, which exists."""
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         runs = _Runs(folder, ranks)
-        checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed), strict=True))
+        checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed, runs.lost), strict=True))
         passed = [write_row(name, checks[name]) for name in chosen if name in RUNS]
+        has_continued = "replica-loss" in chosen and Path(folder, "lost", "metrics.jsonl").exists()
+    if cluster_file is not None and has_continued and all(passed):
+        _add_backend(cluster_file)
     return all(passed)
 
 
+def _add_backend(path: str) -> None:
+    """Note in the cluster file that training continues after the loss of a replica."""
+    text = Path(path).read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("replica_backend:")]
+    lines.append(f"replica_backend: {CHECKED_BACKEND}")
+    files.replace(path, "\n".join(lines) + "\n")
+    print(f"written: {path}; train with cluster={path}", file=sys.stderr)
+
+
 class _Runs:
-    """Runs of ``ranks`` ranks in ``folder``."""
+    """Training runs of ``ranks`` ranks in ``folder``."""
 
     def __init__(self, folder: str, ranks: int) -> None:
         self._folder, self._ranks = folder, ranks
@@ -79,7 +95,7 @@ class _Runs:
         return self._compared("resumed", first=SAVED + 1)
 
     def memory(self) -> str:
-        # Without replicas all ranks restart on every kind of device, and nothing is on disk yet.
+        # Without replicas all ranks restart on every kind of device, before the first save to disk.
         words = ("strategy=zero3", "checkpoint.every=0", "checkpoint.memory_every=1")
         output = self._train("memory", *words, *_KILL)
         if "\nresumed after step" not in output:
@@ -90,13 +106,24 @@ class _Runs:
         self._train("killed", *self._layout, *_KILL)
         return self._compared("killed")
 
+    def lost(self) -> str:
+        if self._ranks % 2:
+            return "skipped: needs two replicas, so an even number of ranks"
+        words = ("launch.on_replica_loss=continue", f"launch.replica_backend={CHECKED_BACKEND}")
+        self._train("lost", *self._layout, *_KILL, *words)
+        starts = Path(self._folder, "lost", "segments.jsonl").read_text().splitlines()
+        if len(starts) != 1:
+            return "FAILED: all ranks have restarted"
+        return self._compared("lost")
+
     @functools.cached_property
     def _expected(self) -> dict[int, float]:
         self._train("undisturbed", *self._layout)
         return self._losses("undisturbed")
 
     def _compared(self, name: str, first: int = 1) -> str:
-        """The outcome of comparing the losses of steps from ``first`` on with undisturbed ones."""
+        """Compare the losses from step ``first`` on with an undisturbed run, and return the
+        outcome."""
         losses = self._losses(name)
         if sorted(losses) != list(range(first, STEPS + 1)):
             return f"FAILED: steps {sorted(losses)} instead of {first} to {STEPS}"

@@ -1,4 +1,4 @@
-"""What nodes say, `NodeFacts`, and what is wrong: `judge_nodes`, `judge_speeds`."""
+"""Facts about nodes, `NodeFacts`, and their evaluation: `judge_nodes`, `judge_speeds`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from parallel2d.base.device import accelerator_type, free_and_total_bytes, prope
 from parallel2d.base.errors import first_five
 from parallel2d.base.exchange import sendable
 
-# Rank, the next rank of its group, bytes per second from the one to the other.
+# (rank, next rank of its group, bytes per second of the link between them)
 RankLink = tuple[int, int, float]
 
 _GIB = 1 << 30
 _CLOCK_S = 1.0
-# Of what is usual. Shared processors and networks differ from moment to moment, GPUs do not.
+# Shares of the usual speed. Shared processors and networks vary over time, GPUs do not.
 _SLOW, _SLOW_GPU = 0.5, 0.9
 
 
 @sendable
 class Finding(NamedTuple):
-    """One fault that a check found."""
+    """One fault."""
 
-    level: str  # red: training would fail or train wrongly; yellow: be slow, or may fail later
+    level: str  # red: training fails or is wrong; yellow: training is slow, or may fail later
     check: str
     text: str  # names the node and the cause
 
@@ -46,27 +46,28 @@ class Finding(NamedTuple):
 @sendable
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. ``required`` must be equal on all nodes of a job."""
+    """Facts about one node. ``required`` must be equal on all nodes of a job."""
 
     host: str
     ranks: int
     required: dict[str, str]
-    device: str  # the model of its first GPU, or of the processor
-    device_bytes: int  # memory of the smallest GPU, or a rank's share of the node's
-    faults: list[Finding]  # whatever other nodes have
+    device: str  # model of the first GPU, or of the processor
+    device_bytes: int  # memory of the smallest GPU, or a rank's share of the node's memory
+    faults: list[Finding]  # of this node, independent of other nodes
 
     @classmethod
     def collect(cls, run_dir: str, ranks: int) -> NodeFacts:
-        """``ranks``: of this node. Makes ``run_dir`` if it is missing."""
+        """Collect the facts about this node, which has ``ranks`` ranks. Creates ``run_dir`` if it
+        does not exist."""
         host, faults = socket.gethostname(), []
         kind, gpus = accelerator_type(), properties_of_all()
         for index, gpu in enumerate(gpus):
             free, whole = free_and_total_bytes(torch.device(kind, index))
             if free < 0.9 * whole:
                 text = f"{host}: GPU {index} ({gpu.name}) has {free / _GIB:.3g} GiB free"
-                faults.append(Finding("yellow", "devices", f"{text}: somebody uses it"))
+                faults.append(Finding("yellow", "devices", f"{text}: another process uses it"))
         ram = psutil.virtual_memory().total
-        with contextlib.suppress(OSError, ValueError):  # a container may have less
+        with contextlib.suppress(OSError, ValueError):  # a container may have less memory
             ram = min(ram, int(Path("/sys/fs/cgroup/memory.max").read_text()))
         try:
             os.makedirs(run_dir, exist_ok=True)
@@ -85,12 +86,13 @@ class NodeFacts:
 
 
 def _versions(gpus: Sequence[str]) -> dict[str, str]:
-    """Of everything whose difference between nodes breaks or silently changes a run."""
+    """Return the versions that must be equal on all nodes, because a difference breaks or silently
+    changes a run."""
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
-        # Two checkouts of one version differ in their files alone.
+        # Two checkouts of one version differ only in their files.
         "parallel2d code": code_digest(),
         "GPUs": ", ".join(gpus) or "none",
     }
@@ -102,10 +104,11 @@ def _versions(gpus: Sequence[str]) -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """First 12 digits of SHA-256 over names and contents of the package's Python and YAML files."""
+    """Return the first 12 digits of the SHA-256 over names and contents of the package's Python and
+    YAML files."""
     root = next(iter(parallel2d.__path__))
     digest = hashlib.sha256()
-    # conf and models are links in a checkout, which glob follows, and folders in a wheel.
+    # conf and models are folders in a wheel, and links in a checkout, which glob follows.
     for name in sorted(glob.glob("**/*", root_dir=root, recursive=True)):
         if name.endswith((".py", ".yaml")):
             digest.update(f"{name}\0".encode())
@@ -114,17 +117,20 @@ def code_digest() -> str:
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], clocks: Sequence[float]) -> list[Finding]:
-    """What is wrong, or differs. ``clocks``: seconds that each node is ahead of the first."""
+    """Return faults and differences of nodes. ``clocks``: seconds that each node is ahead of the
+    first node."""
     found = []
     for key in nodes[0].required:
         hosts = defaultdict(list)
         for node in nodes:
             hosts[node.required.get(key, "none")].append(node.host)
-        usual = max(hosts, key=lambda value: len(hosts[value]))  # the first node's among equals
+        usual = max(
+            hosts, key=lambda value: len(hosts[value])
+        )  # of equally frequent values the first node's
         for value in hosts.keys() - {usual}:
             text = f"{first_five(hosts[value], ', ')}: {key} {value}, the others {usual}"
             found.append(Finding("red", "versions", text))
-    # Against the median, a wrong clock on the first node is found there alone.
+    # Relative to the median, a wrong clock of the first node is reported only for this node.
     middle = median(clocks) if len(clocks) > 2 else 0.0
     for node, ahead in zip(nodes, clocks, strict=True):
         found += node.faults
@@ -137,12 +143,18 @@ def judge_nodes(nodes: Sequence[NodeFacts], clocks: Sequence[float]) -> list[Fin
 def judge_speeds(
     hosts: Sequence[str], flops: Sequence[float], links: Mapping[str, Sequence[RankLink]]
 ) -> list[Finding]:
-    """Slow ranks and links. ``hosts``, ``flops`` (per second): by rank; ``links``: by axis."""
+    """Return slow ranks and links.
+
+    Args:
+        hosts: by rank.
+        flops: FLOP/s by rank.
+        links: by axis.
+    """
     ranks = {f"rank {rank} on {hosts[rank]}": speed / 1e12 for rank, speed in enumerate(flops)}
     found = _slow("ranks", ranks, _SLOW if accelerator_type() == "cpu" else _SLOW_GPU, "TFLOP/s")
     for axis, measured in links.items():
         inside: dict[str, float] = {}
-        between: dict[str, float] = defaultdict(float)  # ranks of a node share its way to others
+        between: dict[str, float] = defaultdict(float)  # ranks of a node share its link
         for source, target, speed in measured:
             if hosts[source] == hosts[target]:
                 inside[f"rank {source} -> rank {target} on {hosts[source]}"] = speed / 1e6
@@ -154,8 +166,9 @@ def judge_speeds(
 
 
 def _slow(check: str, speeds: Mapping[str, float], share: float, unit: str) -> list[Finding]:
-    """Those below ``share`` of the usual speed, which is what a third of them reach: one slow node
-    of three spoils two of the three links of their ring."""
+    """Return findings for speeds below ``share`` of the usual speed. The usual speed is the one
+    that a third of all reach, because one slow node of three slows two of the three links of a
+    ring."""
     found = []
     fastest = sorted(speeds.values(), reverse=True)
     for where, speed in speeds.items():

@@ -1,1 +1,1 @@
-"""Reports about finished or running runs, from their records. Start at `page`."""
+"""Reports on finished or running runs, from their records. Start at `page`."""

@@ -1,6 +1,6 @@
-"""The figures of a report, drawn with plotly: `drawings`.
+"""Figures of a report, drawn with plotly: `drawings`.
 
-Every text that comes from a run is escaped: plotly.js reads a few HTML tags in texts.
+Every text from a run is escaped, because plotly.js interprets a few HTML tags.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CURVES = {
     "Peak memory of a device (GiB)": keys.PEAK_GIB,
     "Peak memory of a process (GiB)": keys.PEAK_RSS_GIB,
 }
-# Key of what the x axis counts, and how much of it is one
+# Unit of the x axis -> its key, and its size
 _OVER = {
     "over steps": (keys.STEP, 1),
     "over tokens": (keys.TOKENS, 1),
@@ -46,17 +46,17 @@ _SYMBOLS = {
     "stop": "square",
 }
 _COLOURS = qualitative.Dark24
-# Of measured and predicted bytes of each axis
+# Colors of measured and predicted bytes of each axis
 _PAIRS = ("#1f77b4", "#aec7e8", "#d62728", "#ff9896", "#2ca02c", "#98df8a")
 ValueOf = Callable[[Run, str], float]
 
 
 def drawings(runs: Sequence[Run]) -> dict[str, go.Figure]:
-    """All figures that these runs have values for, by title."""
+    """Return all figures for which these runs have values, by title."""
     parts = parts_of(*runs)
     waits = {"waits for data": PHASES["data"], **WAITS}
     spent = {"useful": keys.USEFUL_S, **LOST}
-    compute = "compute, and what was not measured"
+    compute = "compute, and unmeasured parts"
     found = {
         "Curves": _curves(runs),
         "Where a step's time goes (means)": _split(parts, Run.mean, keys.STEP_S, waits, compute),
@@ -67,9 +67,9 @@ def drawings(runs: Sequence[Run]) -> dict[str, go.Figure]:
 
 
 def _curves(runs: Sequence[Run]) -> go.Figure:
-    """A line for each run and quantity over one x axis, and events as marks on the losses."""
+    """Draw a line for each run and quantity over one x axis, and events as marks on the losses."""
     known = {key: np.concatenate([run.known(key) for run in runs]) for key in _CURVES.values()}
-    known[keys.LOSS] = np.ones(1)  # drawn in any case: it has the marks
+    known[keys.LOSS] = np.ones(1)  # always drawn, because it has the marks
     shown = {title: key for title, key in _CURVES.items() if len(known[key])}
     height = 150 + 220 * len(shown) + 20 * len(runs)
     titles, space = list(shown), 40 / height
@@ -79,11 +79,11 @@ def _curves(runs: Sequence[Run]) -> go.Figure:
     drawn: list[Run] = []  # the rows of each trace
     for number, run in enumerate(runs):
         colour = _COLOURS[number % len(_COLOURS)]
-        # Of few runs the first are wider, so that equal curves are all seen.
+        # With few runs the first lines are wider, so that equal curves are visible.
         line = {"color": colour, "width": 1.8 + 1.6 * max(0, min(len(runs), 4) - 1 - number)}
         for place, key in enumerate(shown.values(), 1):
             curve = go.Scatter(x=run[keys.STEP], y=run[key], line=line, connectgaps=True)
-            # A line through one point would not be seen without a marker.
+            # A line through one point is invisible without a marker.
             curve.update(mode="lines+markers", marker_size=3, legendgroup=number)
             curve.update(name=_short(run.name), showlegend=place == 1)
             figure.add_trace(curve, place, 1)
@@ -100,7 +100,7 @@ def _curves(runs: Sequence[Run]) -> go.Figure:
 
 
 def _marks(run: Run) -> tuple[Run, go.Scatter]:
-    """What happened to a run, as marks on its losses, and the row of each."""
+    """Return the events of a run as marks on its losses, and the row of each event."""
     kinds, steps, texts = np.array(events_of(run), dtype=object).reshape(-1, 3).T
     places = np.searchsorted(run[keys.STEP], steps.astype(float)).clip(max=len(run.table) - 1)
     marked = replace(run, table=run.table[places])
@@ -111,7 +111,7 @@ def _marks(run: Run) -> tuple[Run, go.Scatter]:
 
 
 def _menus(figure: go.Figure, drawn: Sequence[Run]) -> list[dict[str, Any]]:
-    """What the x axis counts, and whether the y axes are logarithmic."""
+    """Return the menus for the unit of the x axis, and for linear or logarithmic y axes."""
     places = list(range(len(drawn)))
     over = []
     for label, (key, size) in _OVER.items():
@@ -129,7 +129,8 @@ def _menus(figure: go.Figure, drawn: Sequence[Run]) -> list[dict[str, Any]]:
 def _split(
     runs: Sequence[Run], value_of: ValueOf, whole: str, parts: Mapping[str, str], rest: str
 ) -> go.Figure:
-    """A bar for each run: its seconds ``whole`` as ``parts``, keys by label, and the ``rest``."""
+    """Draw a bar for each run: its seconds ``whole``, split into ``parts`` (label -> key) and the
+    ``rest``."""
     bars: dict[str, Numbers] = {}
     for label, key in parts.items():
         bars[label] = np.nan_to_num([value_of(run, key) for run in runs])
@@ -144,7 +145,7 @@ def _bytes_by_axis(parts: Sequence[Run]) -> go.Figure:
     for axis, key in BYTES.items():
         bars[axis] = np.nan_to_num([part.mean(key) for part in parts])
         bars[f"{axis}, predicted"] = np.nan_to_num([part.predicted(key) for part in parts])
-    # In pairs of a light and a dark colour
+    # In pairs of a light and a dark color
     return _bars(parts, bars, BYTE_UNITS, "group").update_layout(colorway=_PAIRS)
 
 
@@ -153,7 +154,7 @@ def _bars(
 ) -> go.Figure:
     figure = go.Figure(layout={"barmode": mode})
     unit = fitting_unit(float(np.max(list(bars.values()))), units)
-    # Names of runs differ, what is left of long ones may not.
+    # Names of runs differ, but shortened names may be equal.
     places = [html.escape(run.name) for run in runs]
     for label, lengths in bars.items():
         if lengths.any():
@@ -175,7 +176,7 @@ def _styled(figure: go.Figure, height: int, top: int) -> go.Figure:
 
 
 def _short(name: str) -> str:
-    """Short enough for a page of 400 pixels; both ends of a path say something."""
+    """Shorten a path for a page of 400 pixels. Both ends are kept, because both are informative."""
     return html.escape(name if len(name) < 25 else f"{name[:12]}…{name[-12:]}")
 
 

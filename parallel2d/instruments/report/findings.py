@@ -1,9 +1,9 @@
-"""What runs show that somebody should act on: `describe_runs`. The other public functions are the
-kinds of sentences; each returns none where the rows do not show it.
+"""Findings about runs that need action: `describe_runs`. Each of the other public functions returns
+the sentences of one kind, or none if the rows do not show them.
 
-[Note: noise] Another program on the same cores slows some steps of a run and not others; what the
-layout, the data or a machine causes is there all the time. So waits and slow ranks are named only
-where each quarter of the rows shows them, of at least 20 rows.
+[Note: noise] Another program on the same cores slows only some steps of a run; an effect of the
+layout, the data or a machine is permanent. So waits and slow ranks are reported only if each
+quarter of the rows shows them, for at least 20 rows.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from parallel2d.instruments.report.runs import (
 )
 from parallel2d.training.metrics import keys
 
-EQUAL = 1e-4  # of the loss; up to this, losses of two runs are called equal
-WAITED = 0.10  # of a step, from which a wait is named
+EQUAL = 1e-4  # largest relative difference of losses that are called equal
+WAITED = 0.10  # smallest share of a step for a wait that is reported
 LOW_GOODPUT = 0.9
-SKEWED = 1.2  # times the mean busy time of the ranks
+SKEWED = 1.2  # slow rank: busy time relative to the mean of the ranks
 FEWEST_ROWS = 20  # [Note: noise]
 
 
 def describe_runs(runs: Sequence[Run]) -> list[str]:
-    """Sentences on all runs, then on each run, then on each layout of a run."""
+    """Return sentences about all runs, then about each run, then about each layout of a run."""
     found = equal_losses(runs)
     for run in runs:
         found += broken_steps(run) + low_goodput(run)
     for part in parts_of(*runs):
         found += waits(part) + slow_rank(part)
-    return found or ["Nothing that somebody should act on."]
+    return found or ["No findings that need action."]
 
 
 def equal_losses(runs: Sequence[Run]) -> list[str]:
-    """Which runs have the losses of the first run, at all steps that they share with it."""
+    """Return sentences about runs with the losses of the first run, at all shared steps."""
     first, *others = runs
     equal: dict[str, float] = {}
     for other in others:
@@ -53,7 +53,7 @@ def equal_losses(runs: Sequence[Run]) -> list[str]:
             first[keys.STEP], other[keys.STEP], return_indices=True
         )
         one, two = first[keys.LOSS][ours], other[keys.LOSS][theirs]
-        # One shared step, such as the first, shows little.
+        # A single shared step, such as the first, proves little.
         if len(shared) > 1 and np.allclose(one, two, rtol=EQUAL, atol=0.0):
             equal[other.name] = float(np.abs(one - two).max())
     if not equal:
@@ -65,7 +65,7 @@ def equal_losses(runs: Sequence[Run]) -> list[str]:
 
 
 def broken_steps(run: Run) -> list[str]:
-    """Losses that were not finite, and updates that were skipped."""
+    """Return sentences about non-finite losses and skipped updates."""
     found: list[str] = []
     for step in run.known(NOT_FINITE)[:1]:
         found.append(f"The loss of {run.name} was not finite at step {step:.0f}.")
@@ -77,7 +77,7 @@ def broken_steps(run: Run) -> list[str]:
 
 
 def low_goodput(run: Run) -> list[str]:
-    """What took most of the wall time that trained nothing."""
+    """Return a sentence about the largest part of the wall time without training."""
     cause, key = max(LOST.items(), key=lambda each: np.nan_to_num(run.last(each[1])))
     goodput, lost = run.last(keys.GOODPUT), run.last(key)
     if not (goodput < LOW_GOODPUT and lost > 0):
@@ -87,8 +87,9 @@ def low_goodput(run: Run) -> list[str]:
 
 
 def waits(part: Run) -> list[str]:
-    """Data, or axes, that steps wait for. On a CPU a wait for an axis cannot be told from a wait
-    for a core, so axes are named on GPUs alone, where device memory is measured."""
+    """Return sentences about waits for data or for a mesh axis. On a CPU a wait for an axis cannot
+    be distinguished from a wait for a core, so axes are reported only for GPUs, which have a
+    measurement of device memory."""
     causes = {"waits for data": PHASES["data"]}
     if len(part.known(keys.PEAK_GIB)):
         causes |= WAITS
@@ -104,7 +105,8 @@ def waits(part: Run) -> list[str]:
 
 
 def slow_rank(part: Run) -> list[str]:
-    """A rank that in three of four rows was the slowest, by more than ranks usually differ."""
+    """Return a sentence about a rank that was the slowest in three of four rows, by more than the
+    usual difference between ranks."""
     timed = replace(part, table=part.table[~np.isnan(part[keys.SKEW])])
     is_skewed = timed[keys.SKEW] >= SKEWED
     ranks, counts = np.unique(timed[keys.SLOWEST_RANK][is_skewed], return_counts=True)

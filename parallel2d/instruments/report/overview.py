@@ -1,4 +1,4 @@
-"""The tables of a report, as text: `tables`; and what happened to a run: `events_of`."""
+"""Tables of a report, as text: `tables`. Events of a run: `events_of`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from parallel2d.instruments.report.runs import (
 from parallel2d.training.metrics import keys
 from parallel2d.training.run_directory.start import changes_since, flat
 
-TextRow = dict[str, str]  # by column
+TextRow = dict[str, str]  # column -> text
 
 # Units from the smallest, each with its size
 BYTE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _UNITS = {**dict.fromkeys(BYTES.values(), BYTE_UNITS), **dict.fromkeys(LOST.values(), TIME_UNITS)}
 _UNITS |= dict.fromkeys((keys.STEP_S, keys.WALL_S), TIME_UNITS)
-# How values without such a unit are shown
+# Formats of values without these units
 _FORMS = {
     "share": "{:.1%}",
     "difference": "{:+.2%}",
@@ -51,13 +51,13 @@ _MEANS = {
 
 
 def fitting_unit(value: float, units: Mapping[str, float]) -> str:
-    """The largest of ``units`` in which ``value`` is at least 1; for zero that of size 1."""
+    """Return the largest of ``units`` for a number of at least 1; for zero the unit of size 1."""
     smaller = bisect_right(list(units.values()), abs(value or 1.0))
     return list(units)[max(0, smaller - 1)]
 
 
 def text_of(key: str, value: float) -> str:
-    """``value`` of ``key`` with its unit, such as ``1.5 MB``; ``-`` for NaN."""
+    """Format ``value`` of ``key`` with its unit, such as ``1.5 MB``; ``-`` for NaN."""
     if math.isnan(value):
         return "-"
     if key in _FORMS:
@@ -67,8 +67,8 @@ def text_of(key: str, value: float) -> str:
 
 
 def tables(runs: Sequence[Run]) -> dict[str, list[TextRow]]:
-    """Rows by the heading of the table. A run that went on with another layout has a row for each
-    of its layouts. Tables without rows are omitted."""
+    """Return the rows of each table, by its heading. A run that continued with another layout has a
+    row for each layout. Tables without rows are omitted."""
     parts = parts_of(*runs)
     found = {
         "Runs": list(map(_comparison, parts)),
@@ -80,7 +80,7 @@ def tables(runs: Sequence[Run]) -> dict[str, list[TextRow]]:
     for run in runs:
         for kind, step, text in events_of(run):
             row = {"run": run.name, "step": text_of(keys.STEP, step), "event": kind}
-            # The curves show checkpoints, of which there are many.
+            # Checkpoints are omitted: there are many, and the curves show them.
             if kind != "checkpoint":
                 found["Events"].append(row | {"what": files.printable(text, 2000)})
     return dict(filter(itemgetter(1), found.items()))
@@ -119,7 +119,7 @@ def _comparison(run: Run) -> TextRow:
 
 
 def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
-    """A row for each key of which not all runs have the same value; none where one has no keys."""
+    """Return a row for each key with different values among the runs; none if a run has no keys."""
     rows: list[TextRow] = []
     if not all(map(attrgetter("segments"), runs)):
         return rows
@@ -132,14 +132,14 @@ def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
 
 
 def _measured_and_predicted(run: Run) -> list[TextRow]:
-    """A row for each quantity that was predicted, and for the bytes of each axis."""
+    """Return a row for each predicted quantity, and for the bytes of each axis."""
     rows: list[TextRow] = []
     for what, key in _MEANS.items():
         measured, predicted = run.mean(key), run.predicted(key)
         row = {"run": run.name, "mean": what, "measured": text_of(key, measured)}
         row["predicted"] = text_of(key, predicted)
         row["difference"] = text_of("difference", ratio(measured, predicted) - 1)
-        # Bytes of an axis where none were expected are worth a row too.
+        # Unexpected bytes of an axis get a row too.
         if predicted > 0 or (measured > 0 and key in BYTES.values()):
             rows.append(row)
     return rows
@@ -156,11 +156,11 @@ def _times(run: Run) -> TextRow:
 
 
 def events_of(run: Run) -> list[tuple[str, float, str]]:
-    """(kind, step, text) of starts, with what they changed, of checkpoints, of replicas that were
-    lost or came back, and of the end of a run that was stopped. A checkpoint is known by the row
-    that has its seconds."""
+    """Return (kind, step, text) of the events of a run: starts with their changes, checkpoints,
+    replicas that failed or rejoined, and the end of a stopped run. The row with the seconds of a
+    checkpoint marks the checkpoint."""
     found: list[tuple[str, float, str]] = []
-    # The first start has changed nothing since itself.
+    # The first start is compared with itself, which gives no changes.
     for before, segment in pairwise((*run.segments[:1], *run.segments)):
         kind = "restart" if segment.restarted else "start"
         versions = " ".join(map(str, chain(*segment.versions.items())))
@@ -180,7 +180,7 @@ def events_of(run: Run) -> list[tuple[str, float, str]]:
 
 
 def _membership_changes(run: Run) -> list[tuple[str, float, str]]:
-    """As `events_of`, of replicas. Totals begin again where all ranks have."""
+    """Return the events of replicas, as `events_of`. Totals restart when all ranks restart."""
     totals = [run[key] for key in (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES)]
     joined, samples = np.nan_to_num(np.diff(np.stack(totals))).clip(0.0)
     seconds = np.nan_to_num(np.diff(run[keys.REPLICAS_LOST_S])).clip(0.0)

@@ -1,4 +1,4 @@
-"""Makes the report: `markdown`, and `page`, the same with figures as one HTML file."""
+"""The report as text, `markdown`, and with figures as one HTML file, `page`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel2d.instruments.report.overview import TextRow, tables
 from parallel2d.instruments.report.runs import Run
 
 NOTE = "Times, rates and bytes are means over rows; the first step of a process is in none of them."
-# The browser refuses whatever would be loaded from elsewhere.
+# The browser refuses to load external resources.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
@@ -25,13 +25,13 @@ td{padding:.25em .7em;border-bottom:1px solid #ddd}
 td div{width:max-content;max-width:min(36em,75vw)}
 tr:first-child,td:first-child{font-weight:600}
 """
-# No others: plotly.js has one that would send the data to a service.
+# No other buttons: one button of plotly.js sends the data to a service.
 BUTTONS = ["toImage", "zoom2d", "pan2d", "resetScale2d"]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The sentences and tables of the report as Markdown."""
-    lines = ["# parallel2d report", "", "## What these runs show", ""]
+    """Return the sentences and tables of the report as Markdown."""
+    lines = ["# parallel2d report", "", "## Findings", ""]
     lines += [*(f"* {_escaped(sentence)}" for sentence in describe_runs(runs)), ""]
     for heading, rows in tables(runs).items():
         lines += [f"## {heading}", ""]
@@ -42,7 +42,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """One HTML file, which loads no other. Raises `ConfigError` without plotly."""
+    """Return one self-contained HTML file. Raises `ConfigError` if plotly is not installed."""
     try:
         from parallel2d.instruments.report.drawings import drawings
     except ImportError:
@@ -55,7 +55,7 @@ def page(runs: Sequence[Run]) -> str:
         f'<meta http-equiv=Content-Security-Policy content="{POLICY}">',
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
         f"<title>parallel2d report</title><style>{STYLE}</style>",
-        "<h1>parallel2d report</h1><h2>What these runs show</h2><ul>",
+        "<h1>parallel2d report</h1><h2>Findings</h2><ul>",
         *(f"<li>{html.escape(sentence)}" for sentence in describe_runs(runs)),
     ]
     compared, *others = [_html_table(*table) for table in tables(runs).items()]
@@ -74,7 +74,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def _html_table(heading: str, rows: Sequence[TextRow]) -> str:
     lines = [tuple(rows[0]), *map(tuple, map(dict.values, rows))]
-    # A table of many columns and few rows is read without scrolling when it is turned.
+    # A transposed table of many columns and few rows needs no scrolling.
     if len(lines[0]) > max(6, len(rows)):
         lines = list(zip(*lines, strict=True))
     parts = [f"<h2>{heading}</h2><div class=table><table>"]
@@ -85,5 +85,5 @@ def _html_table(heading: str, rows: Sequence[TextRow]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Characters that Markdown would interpret get a backslash."""
+    """Escape characters that Markdown would interpret."""
     return re.sub(r"([\\`*\[\]<>|&~])", r"\\\1", text)

@@ -1,5 +1,5 @@
-"""Reads run directories (`find_runs`, `read_run`), and takes a run apart where its layout changed
-(`parts_of`). Whatever a directory holds is checked before it is used: anyone may have written it.
+"""Reading of run directories (`find_runs`, `read_run`), and division of a run at changes of its
+layout (`parts_of`). The contents of a directory are untrusted, and are checked before use.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.metrics_row import Row, read_lines, read_rows
 from parallel2d.training.run_directory.start import Segment, read_segments
 
-# The step, in a row whose loss was not finite. The writer puts null there.
+# The step, in rows with a non-finite loss, which the writer stores as null
 NOT_FINITE = "report/loss_not_finite"
-# Keys by what a report calls them: phases of a step, bytes of an axis, waits, causes of lost time
+# Label in a report -> key: phases of a step, bytes of an axis, waits, causes of lost time
 PHASES = {phase.replace("_", " "): keys.time_key(f"{phase}_s") for phase in keys.PHASES}
 BYTES = {axis: keys.communication_key(axis, "bytes") for axis in keys.AXES}
 WAITS = {f"waits for {axis}": keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
 LOST = {cause.replace("_", " "): keys.lost_key(cause) for cause in keys.LOSSES}
 RATES = (keys.TOKENS_PER_S, keys.MODEL_TFLOPS_PER_RANK, keys.MFU)
-# Measured for every step: joined rows have the mean of these, the newest value of the others.
+# Measured for every step. Joined rows have the mean of these keys, and the newest value of others.
 _MEANS = (
     *(keys.STEP_S, keys.time_key("checkpoint_s"), keys.SKEW, *RATES),
     *(*PHASES.values(), *BYTES.values(), *WAITS.values()),
@@ -41,9 +41,9 @@ _NEWEST = (
     *(keys.WALL_S, keys.PEAK_GIB, keys.PEAK_RSS_GIB, keys.SLOWEST_RANK, *LOST.values()),
     *(keys.REPLICAS, keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S),
 )
-# Other numbers are not kept, so that rows take little memory whatever is in them.
+# Other numbers are dropped, which bounds the memory of a row.
 COLUMNS = {key: place for place, key in enumerate((*_MEANS, *_NEWEST))}
-_MOST_ROWS = 2_000  # as many as a curve has points
+_MOST_ROWS = 2_000  # number of points of a curve
 _LARGEST_OBJECT = 2**20
 _LARGEST_NUMBER = 1e30
 
@@ -52,52 +52,57 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of one run directory, or a part of it. ``table`` [rows, `COLUMNS`]: the numbers
-    of ``metrics.jsonl``, NaN where a row has none; ``before``: that of the row before the first."""
+    """Contents of one run directory, or of a part of the run.
+
+    ``table`` [rows, `COLUMNS`] has the numbers of ``metrics.jsonl``, with NaN for missing ones.
+    ``before`` is the row before the first.
+    """
 
     name: str
     table: Numbers
     layout: dict[str, Any]
     segments: tuple[Segment, ...] = ()
-    summary: dict[str, Any] = field(default_factory=dict)  # empty while it trains
+    summary: dict[str, Any] = field(default_factory=dict)  # empty while the run trains
     before: Numbers = field(default_factory=lambda: np.zeros(len(COLUMNS)))
 
     def __getitem__(self, key: str) -> Numbers:
-        """The value of each row."""
+        """Return the value of ``key`` in each row."""
         return self.table[:, COLUMNS[key]]
 
     def known(self, key: str) -> Numbers:
-        """The values without NaN."""
+        """Return the values of ``key`` without NaN."""
         return self[key][~np.isnan(self[key])]
 
     def last(self, key: str) -> float:
-        """The newest value that is not NaN; NaN without any."""
+        """Return the newest value that is not NaN, or NaN if all are."""
         return float(np.append(math.nan, self.known(key))[-1])
 
     def total(self, key: str) -> float:
-        """How much ``key``, a total since the run first began, has grown over the rows."""
+        """Return the growth over the rows of ``key``, a total since the first start of the run."""
         return self.last(key) - float(np.nan_to_num(self.before[COLUMNS[key]]))
 
     def mean(self, key: str) -> float:
-        """Mean over the rows that have ``key``, of rates over the seconds of their steps."""
+        """Return the mean over the rows that have ``key``; for rates weighted by the seconds of the
+        steps."""
         weights = self[keys.STEP_S] if key in RATES else np.ones(len(self.table))
         weights = np.where(np.isnan(self[key]), 0.0, np.nan_to_num(weights))
         return ratio(float(np.nan_to_num(self[key]) @ weights), float(weights.sum()))
 
     def predicted(self, key: str) -> float:
-        """What the layout predicts for ``key``; NaN where that is no number."""
+        """Return the layout's prediction for ``key``; NaN if it is not a number."""
         predictions = self.layout.get("predicted")
         # The file may have been edited.
         return files.number(predictions.get(key)) if isinstance(predictions, dict) else math.nan
 
 
 def ratio(one: float, other: float) -> float:
-    """NaN where ``other`` is zero."""
+    """Return ``one / other``, or NaN if ``other`` is zero."""
     return one / other if other else math.nan
 
 
 def find_runs(paths: Sequence[str]) -> list[str]:
-    """The run directories at ``paths``, or below them, by name; a path without any as it is."""
+    """Return the run directories at ``paths`` or below them, by name; a path without run
+    directories is returned unchanged."""
     found: dict[str, None] = {}  # a set in order
     for path in paths:
         below: list[str] = []
@@ -118,7 +123,8 @@ def _folders_with_rows(path: str) -> Iterator[str]:
 
 
 def read_run(path: str) -> Run:
-    """Reads a run. Raises `ConfigError` for no run directory, no finished step, or no access."""
+    """Read a run. Raises `ConfigError` if ``path`` is not a run directory, is not readable, or has
+    no finished step."""
     shown = files.printable(path, 300)
     if not os.path.lexists(os.path.join(path, "metrics.jsonl")):
         raise ConfigError(f"{shown}: no metrics.jsonl here, so this is not a run directory")
@@ -150,7 +156,7 @@ def _read_object(path: str) -> dict[str, Any]:
 
 
 def _read_rows(path: str) -> Numbers:
-    """[rows, `COLUMNS`]. Of more than `_MOST_ROWS`, two, three, ... are joined in one."""
+    """Return [rows, `COLUMNS`]. Above `_MOST_ROWS` rows, two, three, ... rows are joined."""
     found: list[Numbers] = []
     with files.open_regular(path) as file:
         length = sum(1 for _ in read_lines(file)) // _MOST_ROWS + 1
@@ -163,7 +169,7 @@ def _read_rows(path: str) -> Numbers:
 
 
 def _numbers(rows: Iterable[Row]) -> Iterator[list[float]]:
-    """The numbers of each row, `COLUMNS`."""
+    """Yield the numbers of each row, `COLUMNS`."""
     for row in rows:
         if row.get(keys.LOSS, 0.0) is None:
             row[NOT_FINITE] = row[keys.STEP]
@@ -174,8 +180,8 @@ def _numbers(rows: Iterable[Row]) -> Iterator[list[float]]:
 
 
 def _joined(rows: Numbers) -> Numbers:
-    """One row in the place of several; see `_MEANS`."""
-    # No measurement has such a size, and sums of them would not be finite.
+    """Join several rows; see `_MEANS`."""
+    # No measurement is as large, and sums of such numbers would not be finite.
     rows[np.abs(rows) > _LARGEST_NUMBER] = math.nan
     is_known = ~np.isnan(rows)
     joined = np.nansum(rows, axis=0) / np.maximum(1, is_known.sum(axis=0))
@@ -186,7 +192,7 @@ def _joined(rows: Numbers) -> Numbers:
 
 
 def parts_of(*runs: Run) -> list[Run]:
-    """Each run; one that changed its layout as several parts, each with its own."""
+    """Return the runs, with each run that changed its layout divided into one part per layout."""
     parts: list[Run] = []
     for run in runs:
         starts = {segment.number: segment for segment in run.segments}
@@ -198,7 +204,7 @@ def parts_of(*runs: Run) -> list[Run]:
         for table in np.split(run.table, begins):
             numbers = starts.keys() & set(table[:, COLUMNS[keys.SEGMENT]])
             own = tuple(map(starts.__getitem__, sorted(numbers)))
-            # What layout.json describes is the last start, which may have no rows yet.
+            # layout.json describes the last start, which may have no rows yet.
             layout = own[0].layout if own else run.layout
             part = replace(run, table=table, layout=layout, segments=own, before=before)
             before = table[-1]
@@ -210,7 +216,7 @@ def parts_of(*runs: Run) -> list[Run]:
 
 
 def _kind_of(layout: Mapping[str, Any]) -> int:
-    """A number that is equal for equal layouts, whatever their hosts are called."""
+    """Return a number that is equal for equal layouts, independent of host names."""
     hosts = host_names(layout)
     numbers = dict(zip(hosts, itertools.count(), strict=False))
     order = list(map(numbers.get, hosts))
@@ -218,6 +224,6 @@ def _kind_of(layout: Mapping[str, Any]) -> int:
 
 
 def host_names(layout: Mapping[str, Any]) -> list[str]:
-    """The host of each rank; empty where a layout does not say."""
+    """Return the host of each rank; empty if the layout does not list hosts."""
     hosts = layout.get("hosts")
     return list(map(str, hosts)) if isinstance(hosts, list) else []

@@ -1,1 +1,1 @@
-"""What a layout costs, as arithmetic: bytes per axis and FLOPs. Nothing here measures."""
+"""Cost of a layout as arithmetic: bytes per axis, FLOPs, memory, seconds. Nothing is measured."""

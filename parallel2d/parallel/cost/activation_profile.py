@@ -1,11 +1,11 @@
-"""Memory of activations over a step, as it would be without sharding: `profile_activations`.
+"""Memory of activations over a step without sharding: `profile_activations`.
 
-A copy of the model that is split over the tensor axis alone runs forward and backward of one
-micro-batch on tensors without storage. What it has in memory beside its parameters is noted
-wherever sharding would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak`
-adds what sharding allocates there, for any sizes of the other axes.
+A copy of the model that is split only over the tensor axis runs forward and backward of one
+micro-batch on fake tensors. Its memory without parameters is recorded at each point where sharding
+would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak` adds the allocations of
+sharding at these points, for any sizes of the other axes.
 
-Gradients of a group's parameters are dropped when all are there: sharding reduces them then.
+Gradients of a group's parameters are dropped when all exist, because sharding reduces them then.
 """
 
 from __future__ import annotations
@@ -30,31 +30,36 @@ from parallel2d.parallel.parallelize.layout import Layout
 
 
 class MemoryEvent(NamedTuple):
-    """A moment of a step. Bytes are those of activations and unsharded gradients."""
+    """A point of a step. Bytes count activations and unsharded gradients."""
 
-    # gather, free: before and after the forward of a group; gather_again: its output has its
-    # gradient; reduce: its parameters have theirs; end
+    # gather, free: before and after the forward of a group; gather_again: the gradient of its
+    # output exists; reduce: the gradients of its parameters exist; end
     kind: str
     group: int  # number in `Layout.groups`
-    most: int  # peak bytes since the event before
+    most: int  # peak bytes since the previous event
     now: int  # bytes at this event
 
 
-StepLoss = Callable[[Any, Any], Tensor]  # of inputs and targets
-# (copy of the model, inputs, targets) -> its loss
+StepLoss = Callable[[Any, Any], Tensor]  # takes inputs and targets
+# (copy of the model, inputs, targets) -> the loss of the copy
 LossOf = Callable[[nn.Module, Any, Any], StepLoss]
 
 
 def profile_activations(
     model: nn.Module, loss_of: LossOf, mesh: DeviceMesh | None, layout: Layout
 ) -> list[MemoryEvent] | str:
-    """``model``: before `parallelize`, on meta; it stays as it is. ``loss_of``: gets a copy of it,
-    which it may run on the given micro-batch. ``mesh``: with a tensor axis; a fake group will do.
+    """Return the memory events of a step; the last event is the end of the step.
 
-    The last event is the end of the step. In words why not, if fake tensors cannot run it.
+    If fake tensors cannot run the model, return the reason as text.
+
+    Args:
+        model: plain and on meta; it is not changed.
+        loss_of: gets a copy of the model, and may run the copy on the given micro-batch.
+        mesh: a mesh with the tensor axis; a fake process group suffices.
+        layout: the layout of the step.
     """
     copied = meta_copy(model, mesh, layout)
-    # Attention has a kernel that keeps no scores on this device, and none on meta.
+    # On this device attention has a kernel without scores in memory, but not on meta.
     try:
         with on_fake_tensors(copied, "cpu"):
             inputs, targets = layout.workload.example("cpu")
@@ -68,7 +73,7 @@ def profile_activations(
                 log.end()
     except ConfigError:
         raise
-    # A model may look at values, which such tensors do not have.
+    # A model may read values, which fake tensors do not have.
     except Exception as error:
         reason = str(error).split("\n")[0]
         return (
@@ -79,7 +84,7 @@ def profile_activations(
 
 
 class _EventLog(TorchDispatchMode):
-    """Counts bytes of storages, and notes them at the borders of groups, the root last."""
+    """Counts bytes of storages, and records them at the borders of groups, the root last."""
 
     def __init__(self, copied: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
@@ -117,7 +122,7 @@ class _EventLog(TorchDispatchMode):
         return output
 
     def end(self) -> None:
-        """Backward has ended: the root is reduced, then groups that nothing has reduced before."""
+        """End backward: reduce the root, then the groups that are not reduced yet."""
         root = len(self._trained) - 1
         self._reduce(root)
         for group, missing in enumerate(self._missing[:root]):
@@ -127,7 +132,7 @@ class _EventLog(TorchDispatchMode):
 
     def _around(self, module: nn.Module, group: int) -> None:
         def enter(_module: nn.Module, *given: Any) -> None:
-            # What is computed again needs the parameters of its group.
+            # Recomputation needs the parameters of the group.
             if self.is_backward:
                 self._note("gather_again", group)
                 return
@@ -164,7 +169,7 @@ class _EventLog(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, *, counts: bool = True) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # A result that is waited for where it is used has no memory beside what is inside.
+        # The wrapper of a pending collective has no memory in addition to its inner tensor.
         if isinstance(local, AsyncCollectiveTensor):
             local = local.elem
         storage = local.untyped_storage()
@@ -183,7 +188,7 @@ class _EventLog(TorchDispatchMode):
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Those of dataclasses too, as `fully_shard` finds them: the loss in chunks is in one."""
+    """Return tensors in ``value``, also in dataclasses like the chunked loss, as FSDP does."""
     found = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):

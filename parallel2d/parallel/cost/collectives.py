@@ -1,14 +1,16 @@
-"""Bytes that a rank sends in a collective (`sent_bytes`), their sums over one mesh axis
-(`CollectiveTally`), and the seconds of a collective (`collective_seconds`).
+"""Bytes and seconds of collectives.
 
-[Note: collectives in time] Ring algorithms, with the latencies that NCCL's own model counts
-(``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once, so a host
-sends over its own link what one rank of the group sends, once for each group that it has ranks of:
-eight groups that each have one rank on a host share its link, one group that has eight ranks there
-does not. An all-gather or reduce-scatter over n ranks on m hosts has m - 1 steps between hosts and
-n - m inside them, an all-reduce twice as many; for few bytes an all-reduce uses a tree instead, of
-2 log2(m) steps between hosts. On CPU gloo reduces by rings alone, and a reduce-scatter takes the
-steps of the all-reduce that it is.
+`sent_bytes` returns the bytes that a rank sends in a collective, `CollectiveTally` sums them over
+one mesh axis, and `collective_seconds` returns the seconds of a collective.
+
+[Note: collectives in time] The model assumes ring algorithms, with the latencies of NCCL's own
+model (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once. A host
+therefore sends over its link the bytes of one rank, once for each group with ranks on the host:
+eight groups with one rank each on a host share its link, one group with eight ranks there does not.
+An all-gather or reduce-scatter over n ranks on m hosts has m - 1 steps between hosts and n - m
+steps inside hosts, an all-reduce twice as many. For few bytes an all-reduce uses a tree instead,
+with 2 log2(m) steps between hosts. On CPU gloo only uses rings, and its reduce-scatter takes the
+steps of an all-reduce.
 """
 
 from __future__ import annotations
@@ -24,18 +26,23 @@ from parallel2d.parallel.mesh_sizes import groups_along
 
 
 def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str) -> float:
-    """Bytes that one rank sends, mean over the ranks of a group of ``size``.
+    """Return the bytes that one rank sends, averaged over the ranks of a group of ``size``.
 
-    ``whole_bytes``: the larger side of the collective: the output of ``all_gather``, the input of
-    ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``. Bandwidth-optimal
-    algorithms (ring; Thakur et al. 2005) send (n-1)/n of it, and an all-reduce twice that. Gloo
-    (CPU tensors) reduces and scatters by an all-reduce. Raises KeyError for another collective.
+    Bandwidth-optimal algorithms (ring; Thakur et al. 2005) send (n-1)/n of the payload, and an
+    all-reduce twice as many bytes. Gloo (CPU tensors) runs a reduce-scatter as an all-reduce.
+
+    Args:
+        collective: name of the collective; KeyError for an unknown one.
+        whole_bytes: the larger side of the collective: the output of ``all_gather``, the input of
+            ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``.
+        size: ranks of the group.
+        device_type: device of the tensors.
     """
     return _passes(collective, device_type) * (size - 1) / size * whole_bytes
 
 
 def _passes(collective: str, device_type: str) -> int:
-    """How often a ring through the ranks is gone round."""
+    """Return the number of passes around a ring of the ranks."""
     reduce_scatter = 2 if device_type == "cpu" else 1
     passes = {"all_gather": 1, "all_to_all": 1, "reduce_scatter": reduce_scatter, "all_reduce": 2}
     return passes[collective]
@@ -52,7 +59,7 @@ class CollectiveTally:
     ring_passes: int = 0  # an all-reduce passes the ring twice
 
     def add(self, collective: str, whole_bytes: int, device_type: str) -> float:
-        """Count one collective, with the arguments of `sent_bytes`. Returns its bytes."""
+        """Count one collective, with the arguments of `sent_bytes`. Return its bytes."""
         sent = sent_bytes(collective, whole_bytes, self.size, device_type)
         self.bytes += sent
         self.calls += 1
@@ -70,8 +77,8 @@ class GroupPlacement:
     """Placement of the groups of one mesh axis."""
 
     ranks: int
-    hosts: int  # the most on which one group has ranks
-    groups_per_host: int  # the most that have ranks on one host and on others
+    hosts: int  # maximum number of hosts of one group
+    groups_per_host: int  # maximum number of groups on one host that also have other hosts
 
     @property
     def is_inside(self) -> bool:
@@ -79,15 +86,15 @@ class GroupPlacement:
 
 
 def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPlacement:
-    """Of the groups of ``axis``, as of `groups_along`."""
+    """Return the placement of the groups of ``axis``; see `groups_along`."""
     numbers = {host: number for number, host in enumerate(topology.ranks_by_host)}
     host_of = torch.tensor([numbers[host] for host in topology.hosts])
-    # [group, rank of it], hosts as numbers in ascending order.
+    # [group, rank in the group]: hosts as numbers in ascending order.
     hosts = host_of[groups_along(ranks, axis)].sort(dim=1).values
     is_first = torch.ones_like(hosts, dtype=torch.bool)
     is_first[:, 1:] = hosts[:, 1:] != hosts[:, :-1]
     hosts_of_group = is_first.sum(dim=1)
-    # Each host of each group that is on several, once.
+    # Each host of each group on several hosts, once per group.
     crosses = hosts_of_group > 1
     crossed = hosts[crosses][is_first[crosses]]
     most = int(crossed.bincount().max()) if crossed.numel() else 0
@@ -95,7 +102,7 @@ def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPla
 
 
 def placements(ranks: torch.Tensor, topology: Topology) -> dict[str, GroupPlacement]:
-    """Of the groups of each axis, by its name."""
+    """Return the placement of the groups of each axis, by axis."""
     return {axis: placement_of(ranks, axis, topology) for axis in AXES}
 
 
@@ -106,11 +113,16 @@ def collective_seconds(
     cluster: ClusterConfig,
     device_type: str = "cuda",
 ) -> float | None:
-    """Seconds of one collective in which each rank sends ``sent`` bytes (`sent_bytes`), while all
-    groups of its axis run the same. None where a link that it uses is not known.
+    """Return seconds of one collective while all groups of its axis run the same collective.
 
-    ``collective``: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``all_reduce``.
-    ``device_type``: decides which algorithms run, ``cuda`` (NCCL) or ``cpu`` (gloo).
+    None if a link of the collective is unknown.
+
+    Args:
+        collective: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``all_reduce``.
+        sent: bytes that each rank sends; see `sent_bytes`.
+        placement: placement of the groups.
+        cluster: links of the cluster.
+        device_type: ``cuda`` (NCCL) or ``cpu`` (gloo), which selects the algorithms.
     """
     if placement.ranks == 1:
         return 0.0
@@ -123,7 +135,7 @@ def collective_seconds(
     between, outer_s = cluster.between_nodes.bytes_per_s, cluster.between_nodes.latency_us
     if between is None or outer_s is None:
         return None
-    # Both kinds of links are used at once, and the slower of the two decides.
+    # Both kinds of links run at the same time, and the slower one decides.
     transfer = max(sent / inside, placement.groups_per_host * sent / between)
     latency = outer * outer_s + inner * inner_s
     if collective == "all_reduce" and device_type == "cuda":
@@ -136,6 +148,6 @@ def collective_seconds(
 def collective_steps(
     collective: str, placement: GroupPlacement, device_type: str
 ) -> tuple[int, int]:
-    """Steps of a ring between hosts, and inside them; each costs one latency of its link."""
+    """Return the steps of a ring between hosts and inside hosts; each costs one latency."""
     passes = _passes(collective, device_type)
     return passes * (placement.hosts - 1), passes * (placement.ranks - placement.hosts)

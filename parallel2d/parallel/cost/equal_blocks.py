@@ -1,9 +1,10 @@
-"""What a step of a deep model costs, from copies with few of its equal blocks: `by_blocks`.
+"""Costs of a step of a deep model, from copies with few of its equal blocks: `by_blocks`.
 
-[Note: few of the equal blocks] A model of equal blocks costs a constant and so much per block. So a
-copy is measured with one block of each stack, and for each stack a copy with two; the difference is
-a block's. A third kind of copy, with the first, a middle and the last block of every stack, must
-cost what follows from these. Where it does not, or cannot run, the whole model is measured.
+[Note: few of the equal blocks] The cost of a model of equal blocks is a constant plus a cost per
+block. One copy is measured with one block per stack, and for each stack a copy with two blocks;
+the difference is the cost of a block. Another copy, with the first, a middle and the last block of
+every stack, must have the cost that follows from these. If it differs, or a copy cannot run, the
+full model is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-# Shorter stacks are run as they are: copies of other lengths would cost as much.
+# Shorter stacks run in full: copies of other lengths would cost as much.
 _LEAST_BLOCKS = 5
 
 Figures = Mapping[str, float]
@@ -33,9 +34,11 @@ class EqualBlocks:
 
 
 def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
-    """The longest run of equal elements of each list of ``model``, where it is long enough to
-    matter; none is inside another. Blocks are equal in the classes and tensors of all modules in
-    them; settings that differ are seen in the blocks that are measured."""
+    """Return the longest run of equal elements of each list of ``model``, if long enough.
+
+    No run is inside another. Blocks are equal if all classes and tensors of their modules are
+    equal. The measured blocks reveal settings that differ.
+    """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         runs: list[EqualBlocks] = []
         first = 0
@@ -52,7 +55,7 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
 
 
 def _description(block: nn.Module | None) -> list[Any]:
-    """What makes blocks differ. A list may hold None in the place of a block."""
+    """Return the properties that distinguish blocks. A list may hold None instead of a block."""
     if block is None:
         return []
     found: list[Any] = [(name, type(module)) for name, module in block.named_modules()]
@@ -62,9 +65,11 @@ def _description(block: nn.Module | None) -> list[Any]:
 
 
 def by_blocks(model: nn.Module, measure: Callable[[nn.Module], Figures | None]) -> Figures | None:
-    """What ``measure`` finds for ``model``, from short copies of it where that is sound; see
-    [Note: few of the equal blocks]. ``measure`` may use up a copy, and changes nothing of
-    ``model``; None: it cannot be measured."""
+    """Return the result of ``measure`` for ``model``, from short copies if possible.
+
+    See [Note: few of the equal blocks]. ``measure`` may use up a copy, and does not change
+    ``model``. None: the model cannot be measured.
+    """
     stacks = find_equal_blocks(model)
     found = _extended(model, stacks, measure) if stacks else None
     return measure(model) if found is None else found
@@ -75,7 +80,7 @@ def _extended(
     stacks: Sequence[EqualBlocks],
     measure: Callable[[nn.Module], Figures | None],
 ) -> dict[str, float] | None:
-    """None where the cost is not a constant and so much per block."""
+    """Extrapolate from short copies; None if the cost is not a constant plus a cost per block."""
     one = [[0]] * len(stacks)
     base = measure(_without_blocks(model, stacks, one))
     spread = [[0, stack.count // 2, stack.count - 1] for stack in stacks]
@@ -92,7 +97,7 @@ def _extended(
             of_block = value - base[name]
             total[name] += (stack.count - 1) * of_block
             expected[name] += 2 * of_block
-    # Some bytes are shares of a whole number, and rounded.
+    # Some bytes are rounded shares of an integer.
     if not all(math.isclose(value, check[name], rel_tol=1e-12) for name, value in expected.items()):
         return None
     return total
@@ -101,9 +106,9 @@ def _extended(
 def _without_blocks(
     model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
 ) -> nn.Module:
-    """A copy of ``model`` with only these blocks of ``stacks``, counted from the first of a run."""
+    """Return a copy of ``model`` with only these blocks of ``stacks``, counted within a run."""
     before = [dict(stack.container._modules) for stack in stacks]
-    # The other blocks are taken out of the lists meanwhile, so that they are not copied.
+    # The other blocks are removed from the lists in the meantime, so that they are not copied.
     try:
         for stack, numbers in zip(stacks, kept, strict=True):
             modules = stack.container._modules
@@ -113,7 +118,7 @@ def _without_blocks(
             items[stack.first : stack.first + stack.count] = chosen
             modules.clear()
             for place, (name, module) in enumerate(items):
-                # Lists find their elements by these names; those of a Sequential may be words.
+                # Lists find elements by these names; a Sequential may have words as names.
                 modules[str(place) if name.isdecimal() else name] = module
         return copy.deepcopy(model)
     finally:

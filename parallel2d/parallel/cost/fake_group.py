@@ -1,4 +1,4 @@
-"""A process group without processes, for what needs a mesh and no other rank."""
+"""A process group without processes, for code that needs a mesh but no other rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-# Registers the backend "fake", whose collectives return at once and send nothing.
+# Registers the backend "fake": its collectives return at once and send nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel2d.base.errors import ConfigError
@@ -16,10 +16,10 @@ from parallel2d.base.errors import ConfigError
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process is ``rank`` of ``world_size`` ranks that do not exist. Collectives leave
-    their outputs as they are.
+    """Make this process ``rank`` of ``world_size`` imaginary ranks inside.
 
-    Raises `ConfigError` where there is a process group: that of a job is never replaced.
+    Collectives do not change their outputs. Raises `ConfigError` if a process group exists: the
+    group of a job is never replaced.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -30,7 +30,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # torch remembers how operators on `DTensor`s are split by mesh, and takes the mesh of
-        # another world for the same one if its ranks have the same numbers. No public name does it.
+        # torch caches the sharding of `DTensor` operators by mesh, and would reuse entries for a
+        # mesh of another world with equal rank numbers. No public name clears these caches.
         debug._clear_fast_path_sharding_prop_cache()
         debug._clear_python_sharding_prop_cache()

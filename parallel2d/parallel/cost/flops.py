@@ -1,4 +1,4 @@
-"""FLOPs of one training step, counted from the operators that the model runs on the meta device."""
+"""FLOPs of one training step, counted from the operators of the model on the meta device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel2d.parallel.loss import loss_chunks
 
 log = logging.getLogger(__name__)
 
-# Dense bf16 peak of a device in FLOP/s, from data sheets; by a part of the name that torch reports.
+# Dense bf16 peak of a device in FLOP/s, from data sheets, by a part of the device name in torch.
 _PEAK_BF16 = {
     "H100": 989e12,
     "H200": 989e12,
@@ -36,11 +36,15 @@ def count_flops(
     example: Callable[[str], tuple[Any, Any]],
     loss: LossOfBatch,
 ) -> int | None:
-    """FLOPs of forward and backward of ``loss`` over ``example(device)``, inputs and targets of one
-    sample; None for a model that tensors without storage cannot run.
+    """Return the FLOPs of forward and backward of ``loss`` for one sample.
 
-    ``model``: before `parallelize`, on meta. What activation checkpointing computes again is not
-    counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
+    None for a model that cannot run without storage. Recomputation by activation checkpointing is
+    not counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
+
+    Args:
+        model: plain and on meta.
+        example: ``example(device)`` returns inputs and targets of one sample.
+        loss: the loss of a model, inputs and targets.
     """
     counted = by_blocks(model, functools.partial(_count, example=example, loss=loss))
     if counted is None:
@@ -54,7 +58,7 @@ def _count(
     example: Callable[[str], tuple[Any, Any]],
     loss: LossOfBatch,
 ) -> dict[str, float] | None:
-    """The FLOPs of all blocks of ``model``; None where it does not run."""
+    """Return the FLOPs of all blocks of ``model``; None if the model does not run."""
     # Plain meta tensors are twice as fast, and some models only run on fake tensors.
     for fake in (False, True):
         try:
@@ -64,14 +68,14 @@ def _count(
                 inputs, targets = example("meta")
                 loss(copied, inputs, targets).backward()
             return {"flops": counter.get_total_flops()}
-        # A model may look at values, which neither kind of tensor has.
+        # A model may read values, which neither kind of tensor has.
         except Exception:
             continue
     return None
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of ``device`` for matrix products in ``dtype``; None: it is not in the table."""
+    """Return the peak FLOP/s of ``device`` for matrix products in ``dtype``; None if unknown."""
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
     name = name_of(device)

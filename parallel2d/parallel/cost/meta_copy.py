@@ -1,6 +1,7 @@
-"""A copy of the model on meta, split over the context and tensor axes as the model itself will be,
-but not sharded: `meta_copy`. What it computes costs nothing, and what it would send over these
-axes can be counted: `count_tensor_axis`.
+"""Meta copy of a model, split over the context and tensor axes but not sharded: `meta_copy`.
+
+Its computation costs nothing, and its traffic over these axes can be counted:
+`count_tensor_axis`.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.tensor_parallel import split_layers
 from parallel2d.parallel.weights.geometry import as_part
 
-ALL_AT_ONCE = 2**62  # logits
-LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # of a model, inputs and targets
+ALL_AT_ONCE = 2**62  # logits per chunk: a single chunk
+LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]  # takes a model, inputs and targets
 
 log = logging.getLogger(__name__)
 
 
 def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.Module:
-    """A copy of ``model``, which is plain and on meta. It stays whole without a mesh. It computes
-    in the dtypes that sharding would cast to, and its blocks are recomputed as
-    ``activation_checkpointing`` says."""
+    """Return a meta copy of the plain ``model``, which is on meta; without a mesh it is not split.
+
+    The copy computes in the dtypes of sharding, and recomputes its blocks as configured by
+    ``activation_checkpointing``.
+    """
     copied = without_storage(model)
     precision = Precision.of(layout.config.precision, copied)
     cast_storage(copied, dataclasses.replace(precision, storage=precision.param))
@@ -67,15 +70,17 @@ def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.M
 
 @contextmanager
 def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
-    """Inside, parameters, buffers and whatever is made have no storage, and their ``device`` is
-    ``device_type``: some models refuse to run on plain meta tensors, which are twice as fast.
-    ``copied``, all of it on meta, cannot be used outside any more."""
+    """Replace parameters, buffers and new tensors by fake tensors on ``device_type`` inside.
+
+    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied``, fully on
+    meta, cannot be used outside afterwards.
+    """
     made: dict[int, Any] = {}
     with FakeTensorMode():
         for module in copied.modules():
             for owned in (module._parameters, module._buffers):
                 for name, value in owned.items():
-                    # Once for each tensor: tied parameters stay tied.
+                    # Once per tensor: tied parameters stay tied.
                     if value is not None and id(value) not in made:
                         made[id(value)] = _fake(value, device_type)
                     owned[name] = made.get(id(value))
@@ -83,7 +88,7 @@ def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
 
 
 def _fake(value: Tensor, device_type: str) -> Tensor:
-    """A parameter for a parameter, a `DTensor` for a `DTensor`."""
+    """Return a fake parameter for a parameter, and a fake `DTensor` for a `DTensor`."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     fake: Tensor = torch.empty(local.shape, dtype=local.dtype, device=device_type)
     if isinstance(value, DTensor):
@@ -94,7 +99,7 @@ def _fake(value: Tensor, device_type: str) -> Tensor:
 
 
 def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Casts what goes in and out as sharding does for a group."""
+    """Cast inputs and outputs as sharding does for a group."""
 
     def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
         return _cast(given, policy.param_dtype), _cast(named, policy.param_dtype)
@@ -116,21 +121,24 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 class TensorTraffic(NamedTuple):
-    """Over the tensor axis: bytes that a rank sends in forward and backward of one micro-batch, and
-    how often its collectives go round a ring. Then the same of what sharding adds before it
-    reduces: gradients of weights that stayed whole while their inputs were split are summed. And
-    what a micro-batch sends over the context axis."""
+    """Traffic of one rank over the tensor and context axes, for one micro-batch.
 
-    passes_bytes: float
-    ring_passes: float
-    sums_bytes: float
-    sums_ring_passes: float
-    context_bytes: float = 0.0
-    context_ring_passes: float = 0.0
+    Sums are reductions of gradients of replicated weights with split inputs, which sharding adds
+    before it reduces.
+    """
+
+    passes_bytes: float  # bytes over the tensor axis in forward and backward
+    ring_passes: float  # passes of these collectives around a ring
+    sums_bytes: float  # bytes of sums over the tensor axis
+    sums_ring_passes: float  # passes of sums around a ring
+    context_bytes: float = 0.0  # bytes over the context axis in forward and backward
+    context_ring_passes: float = 0.0  # passes of these collectives around a ring
 
     def of_step(self, layout: Layout) -> dict[str, tuple[float, float]]:
-        """Bytes and ring passes of a step over each axis. Sums come in every backward, or once with
-        ``sync.during_accumulation=none``."""
+        """Return bytes and ring passes of a step over each axis.
+
+        Sums run in every backward, or once with ``sync.during_accumulation=none``.
+        """
         passes = layout.workload.accumulation
         sums = 1 if layout.config.sync.during_accumulation == "none" else passes
         return {
@@ -143,7 +151,7 @@ class TensorTraffic(NamedTuple):
 
 
 _FUNCTIONAL, _C10D = torch.ops._c10d_functional, torch.ops.c10d
-# Operators, their collective, and the position of the group in their arguments
+# Operator -> collective, and the position of the group among its arguments
 _COUNTED = {
     _FUNCTIONAL.all_reduce.default: ("all_reduce", 2),
     _FUNCTIONAL.all_gather_into_tensor.default: ("all_gather", 2),
@@ -157,11 +165,13 @@ _COUNTED = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of tensors without storage, over the axes of ``mesh``. Such a
-    collective sends nothing, and therefore reaches no hook of its process group.
+    """Counts collectives of tensors without storage over the axes of ``mesh``.
+
+    These collectives send nothing, and therefore reach no hook of their process group.
 
     Args:
-        device_type: the device whose bytes are counted.
+        mesh: the mesh with the axes.
+        device_type: the device type for the bytes.
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str) -> None:
@@ -177,14 +187,14 @@ class CollectiveCounter(TorchDispatchMode):
             traffic.reset()
 
     def over(self, axis: str) -> tuple[float, int]:
-        """Bytes and ring passes over ``axis`` since `start`; zeros where the mesh lacks it."""
+        """Return bytes and ring passes over ``axis`` since `start`; zeros for an absent axis."""
         traffic = self._axes.get(axis)
         return (traffic.bytes, traffic.ring_passes) if traffic else (0.0, 0)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # The collectives of a `DTensor` are those of its local tensors, which come later.
+        # The collectives of a `DTensor` run on its local tensors, and are counted there.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = function(*args, **(kwargs or {}))
@@ -197,7 +207,7 @@ class CollectiveCounter(TorchDispatchMode):
         return result
 
     def _axis_of(self, group: Any) -> str:
-        """The axis of ``group``, as operators take it; empty for another or a destroyed one."""
+        """Return the axis of ``group``, an argument of operators; empty for an unknown group."""
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         with contextlib.suppress(RuntimeError, ValueError, KeyError):
@@ -208,13 +218,14 @@ class CollectiveCounter(TorchDispatchMode):
 def count_tensor_axis(
     copied: nn.Module, mesh: DeviceMesh, layout: Layout, loss: LossOfBatch
 ) -> TensorTraffic | None:
-    """``copied``: from `meta_copy`. It runs forward and backward of one micro-batch of ``layout``
-    on tensors without storage, on every rank alike. None, and the reason logged, where it cannot
-    run.
+    """Run one micro-batch of ``layout`` on ``copied`` and count its traffic.
+
+    Every rank runs the same, on tensors without storage. Returns None, and logs the reason, if the
+    copy cannot run. ``copied``: from `meta_copy`.
     """
     problem: Exception | None = None
-    # Meta tensors are twice as fast, and some models only run on tensors with a real device. So
-    # does the kernel of attention that tells what a context axis gathers again in backward.
+    # Meta tensors are twice as fast, and some models only run on tensors with a real device. The
+    # attention kernel that determines the second gather of a context axis also needs a device.
     for device_type in ("meta", mesh.device_type)[layout.shape.context > 1 :]:
         pretend = nullcontext() if device_type == "meta" else on_fake_tensors(copied, device_type)
         counter = CollectiveCounter(mesh, layout.workload.device_type)
@@ -222,7 +233,7 @@ def count_tensor_axis(
             with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
-                    # The first forward is preceded by others, which learn what can be cut.
+                    # Forwards that learn the split precede the first forward.
                     with torch.no_grad():
                         loss(copied, inputs, targets)
                 counter.start()
@@ -232,7 +243,7 @@ def count_tensor_axis(
                 _sum_partial_gradients(copied, layout)
                 sums = counter.over("tensor")
             return TensorTraffic(*passes, *sums, *context)
-        # A model may look at values, which neither kind of tensor has.
+        # A model may read values, which neither kind of tensor has.
         except Exception as error:
             problem = error
     reason = str(problem).split("\n")[0]
@@ -248,7 +259,7 @@ def _sum_partial_gradients(model: nn.Module, layout: Layout) -> None:
             continue
         if gradient.placements == parameter.placements:
             continue
-        # The engine adds the parts of a gradient in fp32 at least.
+        # The engine sums partial gradients in fp32 at least.
         sent: Any = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        # The counter sees the collective that this takes; its result is not needed.
+        # The counter counts the collective; the result is not needed.
         sent.redistribute(placements=parameter.placements)

@@ -1,16 +1,16 @@
-"""The peak of a step as arithmetic: `predict_peak`.
+"""The peak memory of a step as arithmetic: `predict_peak`.
 
-To the activations of a model that is not sharded (`cost.activation_profile`) it adds
-what sharding allocates at each moment.
+It adds the allocations of sharding to the activations of an unsharded model
+(`cost.activation_profile`) at each point of a step.
 
-[Note: what sharding holds] A gathered group has its whole parameters in memory, but for a shard
-axis of one rank without casts, whose sharded parameters are the gathered ones. What the last
-all-gather returned stays until the next one; in backward the next groups are gathered ahead, as
-many as ``prefetch.backward`` says. Whole gradients of a group are copied to be reduced; that copy
-stays until the next group's. The root's parameters are freed after forward too, and gathered again
-before the first gradient. Sums of gradients appear group by group in the first micro-batch, and
-stay. Where replicas exchange gradients in another form, or each updates a part of them, two buckets
-are in memory as they are sent and as they are received.
+[Note: memory of sharding] An unsharded group has its parameters in memory, except with a shard
+axis of one rank without casts, where unsharded parameters are aliases of the sharded ones. The
+output of the last all-gather stays until the next all-gather. In backward the next groups are
+prefetched, as many as ``prefetch.backward`` says. Unsharded gradients of a group are copied for the
+reduction, and the copy stays until the next group's copy. The root's parameters are also freed
+after forward, and gathered again before the first gradient. Sums of gradients appear group by group
+in the first micro-batch, and stay. If replicas exchange gradients in another format, or each
+updates a part, sent and received values of two buckets are in memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from parallel2d.parallel.parallelize.precision import DTYPES
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes of one rank at the peak of a step. ``by_kind``: their sum is ``peak``."""
+    """Bytes of one rank at the peak of a step; ``peak`` is the sum of ``by_kind``."""
 
     peak: int
     by_kind: Mapping[str, int]
 
 
 class _Group(NamedTuple):
-    """Bytes of a group: whole parameters, whole gradients as made and as reduced, own sums."""
+    """Bytes of a group: unsharded parameters, gradients of autograd and for the reduction, sums."""
 
     gathered: int
     made: int
@@ -55,46 +55,49 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Held:
-    """What sharding holds at a moment."""
+    """Memory of sharding at a point of a step."""
 
-    gathered: int = 0  # whole parameters
-    returned: int = 0  # by the last all-gathers
-    sent: int = 0  # to be reduced
-    sums: int = 0  # of gradients
-    whole: int = 0  # gradients that wait for the last micro-batch
-    bucket: int = 0  # between replicas
+    gathered: int = 0  # unsharded parameters
+    returned: int = 0  # outputs of the last all-gathers
+    sent: int = 0  # copies for the reduction
+    sums: int = 0  # sums of gradients
+    whole: int = 0  # unsharded gradients that wait for the last micro-batch
+    bucket: int = 0  # buckets between replicas
 
 
 def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
-    """``events``: from `profile_activations`, of the config, the size of the tensor axis and the
-    micro-batch of ``layout``. See [Note: what sharding holds]."""
+    """Return the predicted peak memory of a step; see [Note: memory of sharding].
+
+    ``events``: from `profile_activations`, for the configuration, tensor axis and micro-batch size
+    of ``layout``.
+    """
     states = state_bytes(layout)
     accumulation = layout.workload.accumulation
     step = _Step(events, layout)
     step.run(adds_sums=True, is_last=accumulation == 1)
-    # All micro-batches after the first are alike, but for the exchange of replicas in the last.
+    # All micro-batches after the first are equal, except for the exchange of replicas in the last.
     if accumulation > 1:
         step.run(adds_sums=False, is_last=True)
     held = step.at_peak
     by_kind = {
         "parameters": states.parameters,
         "buffers": states.buffers,
-        "gathered parameters": held.gathered + held.returned,
+        "unsharded parameters": held.gathered + held.returned,
         "gradients": held.sums,
-        "gradients on their way": held.sent + held.bucket,
-        "activations and whole gradients": step.activations + held.whole,
+        "gradients in communication": held.sent + held.bucket,
+        "activations and unsharded gradients": step.activations + held.whole,
         "optimizer state": states.optimizer,
         "unrounded rows": states.masters,
-        "outer parameters and averages": states.outer,
-        # What is kept, and what takes its place at the update
-        "what was not sent yet": 2 * states.residuals,
+        "outer parameters and EMA weights": states.outer,
+        # The current error feedback, and its replacement at the update
+        "error feedback": 2 * states.residuals,
     }
     shown = {name: size for name, size in by_kind.items() if size}
     return PredictedMemory(sum(shown.values()), shown)
 
 
 class _Step:
-    """Follows the events of micro-batches, and keeps the memory at the peak."""
+    """Processes the events of micro-batches, and keeps the memory at the peak."""
 
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
         shape, config = layout.shape.sharding, layout.config
@@ -111,8 +114,8 @@ class _Step:
                     self._groups[number] = self._groups[number]._replace(gathered=0)
         self._root = len(self._groups) - 1
         reduce = DTYPES[config.precision.reduce]
-        # Of two buckets between replicas, as they are received and, where that is another form, as
-        # they are sent; sums that are reduced in place need none.
+        # Two buckets between replicas, as received and, in another format, as sent; sums that are
+        # reduced in place need no buckets.
         sums = [group.sums for group in self._groups]
         self._bucket = layout.method.buffer_bytes(sums, reduce.itemsize)
         self._held = _Held()
@@ -123,11 +126,11 @@ class _Step:
         self._most = -1
 
     def run(self, *, adds_sums: bool, is_last: bool) -> None:
-        """A micro-batch. ``adds_sums``: none came before it."""
+        """Process a micro-batch. ``adds_sums``: True for the first one."""
         held = self._held
         held.gathered = held.returned = 0
         self._gathered_order = []
-        # Without a reduction in each micro-batch the last one makes the sums.
+        # Without a reduction per micro-batch, the last micro-batch creates the sums.
         self._adds_sums = adds_sums or not self._reduces_each
         self._reduces = is_last or self._reduces_each
         self._is_last = is_last
@@ -158,16 +161,16 @@ class _Step:
         if not self._frees:
             self._held.returned = 0
             return
-        # Once by recomputation, once by the gradient of its output.
+        # Once by recomputation, once by the gradient of the output.
         if number in self._whole:
             return
         self._whole.add(number)
         self._held.gathered += group.gathered
-        # Nothing gathers the root ahead. What an all-gather returned stays until it is copied.
+        # The root is not prefetched. The output of an all-gather stays until it is copied.
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)
-        # The groups that ran before this one come next; before the root, which begins first, all.
+        # The groups that ran before this group come next; before the root, which begins first, all.
         before = self._gathered_order
         if number != self._root:
             before = before[: before.index(number)]
@@ -177,13 +180,13 @@ class _Step:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:
-        """The whole gradients of the group are among ``activations`` until now."""
+        """Reduce a group: its unsharded gradients are among ``activations`` until now."""
         self._whole.discard(number)
         self._held.gathered -= group.gathered
         if not self._reduces:
             self._held.whole += group.made
             return
-        # The copy of the group before is gone, and the new one is there beside the gradients.
+        # The copy of the previous group is freed, and the new copy exists next to the gradients.
         self._held.sent = group.reduced
         if self._adds_sums:
             self._held.sums += group.sums

@@ -1,7 +1,7 @@
-"""Bytes of what a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
+"""Bytes that a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes those of the fullest rank ([Note: the peak-memory rank] in `layout.py`)
-from shapes alone. Activations, gathered parameters and memory of collectives are not in them.
+`state_bytes` computes them for the peak-memory rank ([Note: the peak-memory rank] in `layout.py`)
+from shapes. Activations, unsharded parameters and memory of collectives are not included.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class StateBytes:
     """
 
     parameters: int
-    masters: int  # hybrid_full, rounded: unrounded rows of this replica, and those sent last
+    masters: int  # hybrid_full, rounded: unrounded rows of this replica, and their last sent values
     gradients: int
     optimizer: int
-    outer: int  # diloco: outer parameters, momentum, error feedback; train.ema: averages
+    outer: int  # diloco: outer parameters, momentum, error feedback; train.ema: EMA weights
     residuals: int  # sync.wire=int4 every step: error feedback
     buffers: int
 
@@ -40,9 +40,9 @@ class StateBytes:
 
 
 def state_bytes(layout: Layout) -> StateBytes:
-    """What the fullest rank keeps.
+    """Return the bytes of the peak-memory rank.
 
-    Every trained parameter is taken to have a gradient, and the optimizer to have made a step.
+    Every trained parameter counts with a gradient, and the optimizer after a step.
     """
     shape, method = layout.shape.sharding, layout.method
     parameters = masters = gradients = state = outer = residuals = 0
@@ -72,17 +72,17 @@ def state_bytes(layout: Layout) -> StateBytes:
 def _optimizer_bytes(
     updated: tuple[int, ...], parameter: ParameterShape, optimizer: OptimizerConfig
 ) -> int:
-    """Bytes of the state of one parameter, of which this rank updates a part of this shape."""
+    """Return bytes of the optimizer state of one parameter, with its updated shape on this rank."""
     numel = math.prod(updated)
     match optimizer.name:
-        # The first gradient is copied, in its own dtype.
+        # The first gradient is copied in its own dtype.
         case "sgd":
             return numel * parameter.gradient if optimizer.momentum else 0
         case "muon" if parameter.by_muon:
             return numel * parameter.gradient
-        # What somebody else keeps is not known, as the plan says.
+        # The state of a custom optimizer is unknown, as the plan says.
         case "custom":
             return 0
-    # Adam, AdamW, and what Muon leaves to AdamW: two moments, or three.
+    # Adam, AdamW, and Muon's AdamW parameters: two moments, or three.
     moments = 3 if optimizer.amsgrad and optimizer.name != "muon" else 2
     return _STEP_BYTES + moments * numel * parameter.stored

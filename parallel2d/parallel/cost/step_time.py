@@ -1,12 +1,12 @@
-"""How long a step of a layout would take on a cluster: `estimate_step`.
+"""Seconds of a step of a layout on a cluster: `estimate_step`.
 
-[Note: what overlaps what] Forward gathers a group while the one before it computes. Backward
-gathers the next group while one computes, and reduces gradients of the last one on the same link.
-The replicas' reductions follow, each when the last group of its bucket has been reduced over the
-shard axis, on their own link if the two axes do not use the same. The step goes on when all of that
-has ended: what did not fit behind compute is exposed. On CPU forward and backward wait for each
-gather, and backward for each reduction over the shard axis: torch calls them without ``async_op``,
-and there is no stream that they could run on.
+[Note: overlap of compute and links] Forward gathers a group while the previous group computes.
+Backward gathers the next group while a group computes, and reduces gradients of the last group on
+the same link. Reductions over replicas follow, each after the last group of its bucket is reduced
+over the shard axis; they use another link if the two axes use different links. The step continues
+when all of these have ended, and communication that compute did not hide is exposed. On CPU forward
+and backward wait for each gather, and backward for each reduction over the shard axis: torch calls
+them without ``async_op``, and CPU has no streams.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.sync.engine.buckets import fill_buckets
 from parallel2d.parallel.sync.methods.method import GroupTraffic
 
-# The share of the peak that training reaches while nothing waits for a link, by a part of the
-# device's name and whether blocks are compiled: fitted on published throughput in bf16 by
-# ``python -m tools.bench.published_steps``. H200 and H100 compute alike.
+# Share of the peak during computation, by a part of the device name and compilation of blocks:
+# fitted on published throughput in bf16 by ``python -m tools.bench.published_steps``. H200 and H100
+# have the same peak.
 EFFICIENCIES = {
     ("H100", False): 0.335,
     ("H100", True): 0.366,
@@ -33,7 +33,7 @@ EFFICIENCIES = {
     ("H200", True): 0.366,
     ("A100", True): 0.53,
 }
-# In fp32 and fp64 nothing is fitted, for any device: half of what its data sheet says.
+# Nothing is fitted in fp32 and fp64: half of the peak of the data sheet for any device.
 ASSUMED_EFFICIENCY = 0.5
 
 
@@ -41,28 +41,28 @@ class GroupSeconds(NamedTuple):
     """Seconds of one group of parameters in one micro-batch."""
 
     forward: float  # compute
-    backward: float  # compute, with what is computed again
+    backward: float  # compute, including recomputation
     gather: float  # one all-gather over the shard axis
     scatter: float  # the reduction of gradients over the shard axis
-    reduce: float  # the reduction over the replicas of the bucket that this group completes
-    frees: bool  # parameters are freed after forward, and gathered once more for backward
+    reduce: float  # the reduction over replicas of the bucket that this group completes
+    frees: bool  # True if parameters are freed after forward and gathered again for backward
 
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """The order of a step."""
+    """The schedule of a step."""
 
     accumulation: int  # micro-batches
-    during_accumulation: str  # as of `SyncConfig`
-    shares_link: bool  # the shard and the replicate axis use the same link
-    overlaps: bool  # collectives of the shard axis run while the device computes
-    tensor: float = 0.0  # seconds of a micro-batch over this axis, which nothing hides
-    context: float = 0.0  # the same over the context axis
+    during_accumulation: str  # see `SyncConfig`
+    shares_link: bool  # True if the shard and the replicate axis use the same link
+    overlaps: bool  # True if collectives of the shard axis run while the device computes
+    tensor: float = 0.0  # exposed seconds of a micro-batch over the tensor axis
+    context: float = 0.0  # exposed seconds of a micro-batch over the context axis
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Parts of ``total``. ``shard`` and ``replicate``: exposed, that is, not hidden by compute."""
+    """Parts of ``total``. ``shard`` and ``replicate`` count exposed seconds only."""
 
     compute: float
     tensor: float
@@ -74,22 +74,22 @@ class StepSeconds:
 
     @property
     def exposed_share(self) -> float:
-        """The share of the step in which the device waits for a link."""
+        """Share of the step during which the device waits for a link."""
         return (self.tensor + self.context + self.shard + self.replicate) / self.total
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimate of a step."""
+    """Estimate of a step."""
 
     seconds: StepSeconds
     samples_per_s: float  # of the whole job
-    mfu: float  # model FLOPs over the peak of the devices
-    assumed: str = ""  # the share of the peak in words, if it is neither given nor fitted
+    mfu: float  # model FLOPs divided by the peak of the devices
+    assumed: str = ""  # note about the share of the peak, if it is neither given nor fitted
 
 
 class _NotKnownError(Exception):
-    """What the estimate lacks, in words."""
+    """The missing input of the estimate, as text."""
 
 
 def estimate_step(
@@ -99,9 +99,15 @@ def estimate_step(
     inside: Mapping[str, tuple[float, float]],
     flops: int | None,
 ) -> StepEstimate | str:
-    """The estimate, or in words what is not known. ``places``: of the groups of each axis;
-    ``inside``: as of `TensorTraffic.of_step`; ``flops``: of one sample. See [Note: what overlaps
-    what]."""
+    """Return the estimate, or the missing input as text. See [Note: overlap of compute and links].
+
+    Args:
+        layout: the layout.
+        cluster: devices and links.
+        places: placement of the groups of each axis.
+        inside: see `TensorTraffic.of_step`.
+        flops: FLOPs of one sample.
+    """
     try:
         return _Estimate(layout, cluster, places).of_step(inside, flops)
     except _NotKnownError as lacking:
@@ -151,8 +157,10 @@ class _Estimate:
         return StepEstimate(seconds, samples_per_s, mfu, assumed)
 
     def _compute(self, flops: int) -> tuple[float, float, str]:
-        """Seconds of forward of one micro-batch on one rank, and of computing it again; ``assumed``
-        of `StepEstimate`."""
+        """Return seconds of one micro-batch on one rank for forward and for recomputation.
+
+        The third value is ``assumed`` of `StepEstimate`.
+        """
         layout = self._layout
         if layout.config.cpu_offload:
             raise _NotKnownError(
@@ -163,7 +171,7 @@ class _Estimate:
         peak = self._peak()
         share, assumed = self._efficiency(peak)
         per_sample = flops / (peak * share)
-        # A third of the FLOPs of a step is forward's, two thirds are backward's.
+        # A third of the FLOPs of a step belongs to forward, two thirds to backward.
         ranks = layout.shape.tensor * layout.shape.context
         forward = per_sample * layout.workload.micro_batch_size / ranks / 3
         checkpointing = layout.config.activation_checkpointing
@@ -172,7 +180,7 @@ class _Estimate:
         return forward, 0.0, assumed
 
     def _peak(self) -> float:
-        """FLOP/s."""
+        """Return the peak of a device in FLOP/s."""
         dtype = self._layout.config.precision.param
         peak: float | None = getattr(self._cluster.device.peak_tflops, dtype)
         if peak is None:
@@ -210,7 +218,7 @@ class _Estimate:
         return found
 
     def _inside(self, axis: str, inside: Mapping[str, tuple[float, float]]) -> float:
-        """Seconds of what blocks send over ``axis`` in a step, one collective after the other."""
+        """Return seconds of the traffic of blocks over ``axis`` in a step, in sequence."""
         place = self._places[axis]
         if place.ranks == 1:
             return 0.0
@@ -218,20 +226,20 @@ class _Estimate:
             raise _NotKnownError(f"the bytes of the {axis} axis are not known")
         sent, passes = inside[axis]
         once = self._collective("all_to_all", sent, axis)
-        # An exchange of nothing takes the latencies of one pass round the ring.
+        # An empty exchange costs the latencies of one pass around the ring.
         latency = collective_seconds("all_to_all", 0.0, place, self._cluster)
         assert latency is not None
         return once + max(0.0, passes - 1) * latency
 
     def _groups(self, forward: float, recomputed: float) -> tuple[list[GroupSeconds], float]:
-        """The groups as forward runs them, the root first; seconds of gathers after the update."""
+        """Return groups in forward order, the root first, and seconds of gathers after updates."""
         layout, traffic = self._layout, self._traffic
         whole = sum(count * group.gathered_bytes for group, count in traffic.groups)
         frees = layout.config.strategy.placement.reshard_after_forward
         found: list[GroupSeconds] = []
         in_order: list[GroupTraffic] = []
         after_update = 0.0
-        # The root's group comes last, and runs first.
+        # The root's group is the last in the layout, and runs first.
         for group, count in [*traffic.groups[-1:], *traffic.groups[:-1]]:
             share = group.gathered_bytes / whole
             collective, scattered = traffic.scattered(group)
@@ -253,8 +261,10 @@ class _Estimate:
         return found, after_update
 
     def _reduce_buckets(self, seconds: list[GroupSeconds], groups: Sequence[GroupTraffic]) -> None:
-        """Adds to ``seconds`` what crosses the replicate axis, at the group that completes each
-        bucket. ``groups``: in the order of forward, as ``seconds``."""
+        """Add the reductions over replicas to ``seconds``, at the group that completes a bucket.
+
+        ``groups`` and ``seconds`` are in forward order.
+        """
         # Backward ends the last group first.
         order = [index for index in reversed(range(len(groups))) if groups[index].reduced_numel]
         sizes = [groups[index].reduced_numel * groups[index].sum_itemsize for index in order]
@@ -268,8 +278,10 @@ class _Estimate:
             seconds[last] = seconds[last]._replace(reduce=reduce)
 
     def _update(self) -> float:
-        """Seconds of the optimizer: it reads and writes parameters and its state, and reads
-        gradients. Parameters take as many bytes as their gradients."""
+        """Return seconds of the optimizer, which reads and writes parameters and its state.
+
+        It also reads gradients. Parameters count as many bytes as their gradients.
+        """
         speed = self._cluster.device.memory_gb_per_s
         if speed is None:
             raise _NotKnownError("cluster.device.memory_gb_per_s is not known")
@@ -284,9 +296,14 @@ def step_seconds(
     update: float,
     between_steps: float = 0.0,
 ) -> StepSeconds:
-    """``groups``: in the order in which forward runs them. ``update``: seconds of the optimizer.
-    ``between_steps``: seconds per step that replicas exchange beside gradients, and that nothing
-    hides; see [Note: what overlaps what]."""
+    """Return the seconds of a step; see [Note: overlap of compute and links].
+
+    Args:
+        groups: in the order of forward.
+        schedule: the schedule of the step.
+        update: seconds of the optimizer.
+        between_steps: exposed seconds per step of exchanges between replicas other than gradients.
+    """
     moving = _all_micro_batches(groups, schedule)
     alone = _all_micro_batches([group._replace(reduce=0.0) for group in groups], schedule)
     compute = schedule.accumulation * sum(group.forward + group.backward for group in groups)
@@ -304,10 +321,14 @@ def step_seconds(
 
 
 def exchange_seconds(exchange: float, step: float, every: int, fragments: int, delay: int) -> float:
-    """Seconds per step that ``sync=diloco`` adds.
+    """Return seconds per step that ``sync=diloco`` adds.
 
-    ``exchange``: seconds of sending all fragments; ``step``: of a step without. Each of
-    ``fragments`` is sent once in ``every`` steps, and ``delay`` steps go on meanwhile.
+    Args:
+        exchange: seconds of sending all fragments.
+        step: seconds of a step without the exchange.
+        every: steps between two messages of a fragment.
+        fragments: number of fragments.
+        delay: steps that continue during an exchange.
     """
     exposed = max(0.0, exchange / fragments - delay * step)
     return fragments * exposed / every
@@ -317,7 +338,7 @@ def _all_micro_batches(groups: Sequence[GroupSeconds], schedule: StepSchedule) -
     last = _micro_batch(groups, schedule)
     if schedule.accumulation == 1:
         return last
-    # All but the last are alike.
+    # All micro-batches except the last are equal.
     others = list(groups)
     if schedule.during_accumulation == "none":
         others = [group._replace(scatter=0.0) for group in others]
@@ -333,7 +354,7 @@ def _micro_batch(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> floa
 def _forward(groups: Sequence[GroupSeconds], overlaps: bool) -> float:
     link = computed = started = 0.0
     for group in groups:
-        # With overlap a gather begins when the group before begins to compute.
+        # With overlap a gather begins when the previous group begins to compute.
         begin = max(link, started) if overlaps else computed
         link = begin + group.gather
         started = max(computed, link)

@@ -1,6 +1,7 @@
-"""Bytes that each axis moves per step, known before the first one: `predicted_bytes` of a `Layout`.
-`AxisTraffic` has those of one group of parameters; those of the context and tensor axes are counted
-(`cost.meta_copy.count_tensor_axis`).
+"""Bytes over each axis per step, known before the first step: `predicted_bytes` of a `Layout`.
+
+`AxisTraffic` computes the bytes of one group of parameters. The bytes of the context and tensor
+axes are counted (`cost.meta_copy.count_tensor_axis`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from parallel2d.parallel.sync.methods.method import GroupTraffic
 
 
 def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) -> GroupTraffic:
-    """What a group moves where ``shard`` ranks of each of the ``replicas`` share it."""
-    # No padding: the first part is as large as any.
+    """Return the traffic of a group that ``shard`` ranks of each of the ``replicas`` share."""
+    # No padding: the first part is the largest.
     parts = [torch.Size(first_part(parameter.shape, shard)) for parameter in group]
     gathered = reduced = 0
     items: list[int] = []
@@ -38,44 +39,48 @@ def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) ->
 
 
 class AxisTraffic:
-    """How the groups of a layout cross the axes. Bytes are those that one rank sends in one
-    collective, mean over the ranks of its group."""
+    """Traffic of the groups of a layout over the axes.
+
+    Bytes are sent by one rank in one collective, averaged over the ranks of its group.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         shape = layout.shape.sharding
-        # What each group moves, and the number of equal groups
+        # Traffic of each group, and the number of equal groups
         self.groups: list[tuple[GroupTraffic, int]] = []
         for group, count in layout.equal_groups:
             self.groups.append((group_traffic(group, shape.shard, shape.replicate), count))
 
     def gathered(self, group: GroupTraffic) -> float:
-        """By one all-gather of the parameters over the shard axis."""
+        """Return the bytes of one all-gather of the parameters over the shard axis."""
         return self._sent("shard", "all_gather", group.gathered_bytes)
 
     def scattered(self, group: GroupTraffic) -> tuple[str, float]:
-        """The collective that reduces the gradients over the shard axis, and its bytes. Gradients
-        of fewer than 32 bits are exchanged, and added in fp32."""
+        """Return the collective that reduces gradients over the shard axis, and its bytes.
+
+        Gradients of fewer than 32 bits are exchanged, and summed in fp32.
+        """
         collective = "all_to_all" if group.reduced_itemsize < 4 else "reduce_scatter"
         return collective, self._sent("shard", collective, group.reduced_bytes)
 
     def reduced(self, group: GroupTraffic) -> tuple[str, float]:
-        """By one reduction of the gradients between replicas, and its collective."""
+        """Return the collective of one reduction of gradients between replicas, and its bytes."""
         collective, whole = self.layout.method.gradients(group)
         return collective, self._sent("replicate", collective, whole)
 
     def updated(self, group: GroupTraffic) -> float:
-        """By what crosses of its parameters between replicas, once per `method.update_period`."""
+        """Return bytes of parameters between replicas, once per `method.update_period`."""
         return self._sent("replicate", *self.layout.method.parameters(group))
 
     def per_step(self, group: GroupTraffic) -> tuple[float, float]:
-        """Over the replicate and over the shard axis in a step.
+        """Return the bytes of a step over the replicate axis and over the shard axis.
 
         Per group (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP): an all-gather per
-        micro-batch for forward, another one for backward where parameters are freed in between; a
-        reduction of the gradients per micro-batch, or once with ``during_accumulation=none``; over
-        the replicas what the sync method sends, once or per micro-batch with ``full``. Parameters
-        count as they travel: padded to the shard axis, in the dtype they are gathered in.
+        micro-batch for forward, and another for backward if parameters are freed in between; a
+        reduction of the gradients per micro-batch, or once with ``during_accumulation=none``; and
+        the traffic of the sync method over the replicas, once or per micro-batch with ``full``.
+        Parameters count as sent: padded to the shard axis, in their all-gather dtype.
         """
         layout = self.layout
         accumulation, method = layout.workload.accumulation, layout.method
@@ -89,7 +94,7 @@ class AxisTraffic:
 
     def _sent(self, axis: str, collective: str, size: float) -> float:
         ranks = getattr(self.layout.shape.sharding, axis)
-        # A group counts this rank's parts, of which the shard axis has one on each rank.
+        # A group counts this rank's parts; on the shard axis each rank has one.
         whole = size * ranks if axis == "shard" else size
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
@@ -97,9 +102,11 @@ class AxisTraffic:
 def predicted_bytes(
     layout: Layout, inside: Mapping[str, tuple[float, float]] | None = None
 ) -> dict[str, float]:
-    """Bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``, what the optimizer sends
-    included. ``inside``: as of `TensorTraffic.of_step`; without it, the tensor and context axes are
-    omitted if they have ranks."""
+    """Return bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``.
+
+    The optimizer's traffic is included. ``inside``: see `TensorTraffic.of_step`; without it, tensor
+    and context axes with several ranks are omitted.
+    """
     inside = inside or {}
     traffic = AxisTraffic(layout)
     predicted = {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 0.0}
@@ -118,6 +125,6 @@ def predicted_bytes(
 
 
 def exact_bytes(layout: Layout) -> float:
-    """Bytes per step of a rank over ``replicate`` if gradients were reduced there once, in fp32."""
+    """Return bytes of a rank over ``replicate`` per step for one reduction of gradients in fp32."""
     numel = sum(count * group.reduced_numel for group, count in AxisTraffic(layout).groups)
     return sent_bytes("all_reduce", 4 * numel, layout.shape.replicate, layout.workload.device_type)

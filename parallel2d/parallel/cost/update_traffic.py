@@ -1,7 +1,7 @@
-"""Bytes that the optimizer itself sends per update, from shapes: `predict_updates`.
+"""Bytes that the optimizer sends per update, from shapes: `predict_updates`.
 
-AdamW, Adam and SGD send nothing. Muon sends each matrix to one rank and the result to all
-(`owner_bytes`). What an optimizer of one's own sends is not known.
+AdamW, Adam and SGD send nothing. Muon sends each matrix to one rank and the result to all ranks
+(`owner_bytes`). The traffic of a custom optimizer is unknown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _MUON_ITEM = 2  # matrices and results are sent in bf16
 
 
 def predict_updates(layout: Layout) -> dict[str, float]:
-    """Bytes that the first rank, with Muon a rank on average, sends per update over each mesh axis,
-    ``{axis: bytes}``; empty when updates are local."""
+    """Return ``{axis: bytes}`` that the first rank sends per update, or with Muon an average rank.
+
+    Empty if updates are local.
+    """
     found: dict[str, float] = defaultdict(float)
     if layout.workload.optimizer.name != "muon":
         return found
@@ -28,7 +30,7 @@ def predict_updates(layout: Layout) -> dict[str, float]:
     for group, count in layout.equal_groups:
         for parameter in group:
             if parameter.is_trained and parameter.by_muon:
-                # The tensor axis comes first: sharding splits the rest.
+                # The tensor axis comes first: sharding splits the remaining parts.
                 axes = [("tensor", shape.tensor, parameter.tensor_dim), *rows]
                 for axis, size in owner_bytes(parameter.whole, axes).items():
                     found[axis] += count * size
@@ -38,15 +40,17 @@ def predict_updates(layout: Layout) -> dict[str, float]:
 def owner_bytes(
     shape: Sequence[int], axes: Sequence[tuple[str, int, int | None]]
 ) -> dict[str, float]:
-    """Bytes over each axis to bring one matrix to the rank that works on it and the result to all,
-    mean over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
+    """Return bytes over each axis to bring one matrix to its owner and the result to all ranks.
 
-    ``shape``: of the whole. ``axes``: (name, ranks, the dim that the axis splits or None where its
-    ranks hold copies), from the inside out.
+    An average over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
+
+    Args:
+        shape: shape of the unsharded matrix.
+        axes: (name, ranks, split dim) from the inside out; the dim is None for replicated axes.
     """
     ranks = math.prod(size for _, size, _ in axes)
     part = list(shape)
-    # Rows of ranks along an axis over which parts are sent, to the owner and from it.
+    # Number of rows of ranks along an axis that send parts to the owner and from the owner.
     gathering = scattering = 1
     sent: dict[str, float] = {}
     for name, size, dim in axes:

@@ -9,6 +9,7 @@ layers. Sharding comes last because its hooks must stay outside of the recompute
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -39,7 +40,7 @@ from parallel2d.parallel.parallelize.float8 import convert_to_float8
 from parallel2d.parallel.parallelize.ignored import ignored_parameters
 from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.model_calls import explain_model_calls
-from parallel2d.parallel.parallelize.model_copy import DEEPCOPY, copier, sharded_copy
+from parallel2d.parallel.parallelize.model_copy import DEEPCOPY, copier, refuse_copy, sharded_copy
 from parallel2d.parallel.parallelize.optimizer_hooks import follow_steps
 from parallel2d.parallel.parallelize.precision import Precision, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
@@ -56,6 +57,7 @@ from parallel2d.parallel.weights.construction import build_on_meta, seeds_of
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors
 from parallel2d.parallel.weights.source import WeightSource
+from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 __all__ = [
     "average_buffers",
@@ -232,6 +234,9 @@ def apply_layout(
     learn_at_first(model, mesh, stacks)
     # `fully_shard` has given the class a `__deepcopy__` that raises; the instance attribute wins.
     vars(model)[DEEPCOPY] = copy
+    for name, module in sharded_modules(model):
+        if module is not model:
+            vars(module)[DEEPCOPY] = functools.partial(refuse_copy, name)
     return model
 
 

@@ -11,6 +11,11 @@ joins with zeros the collectives that others have already issued, so that none o
 forever, and raises. The other ranks see the mark at their next entry and do the same. In the end
 all ranks have issued the same collectives, and the process group remains usable.
 
+Outside of a step, ranks first come to one point of the script (`CollectiveOrder.meet`): before a
+state is gathered or loaded, a checkpoint saved, a value reduced. A point is an entry without a
+collective, at which a rank waits for the others. So a rank with one batch more in an evaluation is
+named before any of its all-gathers is paired with one of another kind.
+
 The protocol has no lock. Each rank writes only its own cells, by single stores of 8 bytes, and
 memory barriers order its write before its reads of the other cells. Of two ranks with different
 entries, at least one therefore reads the entry of the other. For the same reason a rank that is
@@ -24,6 +29,10 @@ gloo ends the process and NCCL waits for its timeout; `TORCH_DISTRIBUTED_DEBUG=D
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
+import sys
 import threading
 import time
 import weakref
@@ -36,8 +45,25 @@ import torch
 import torch.distributed as dist
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.exchange import all_gather, shared_memory
+from parallel2d.base.exchange import all_gather, meet_before_collectives, shared_memory
+from parallel2d.base.runtime import on_teardown, seconds_to_wait
 from parallel2d.parallel.parallelize.reduce_scatter import END, VERBS, join
+
+log = logging.getLogger(__name__)
+
+# The entries without a collective. Ranks at the points of a model tell the other replicas of a
+# difference; see `ReplicaReducer.abandon`.
+_POINTS_OF_MODELS = (
+    "ends its backward pass",
+    "gathers a state",
+    "loads a state",
+    "gathers whole parameters for a moment",
+    "averages buffers",
+    "saves or restores a checkpoint",
+)
+_LEAVES = "leaves the process group"
+_POINTS = (*_POINTS_OF_MODELS, "calls parallel2d.reduce", "calls parallel2d.barrier", _LEAVES)
+_POLL_S = 0.0005
 
 RING = 4096  # entries kept per rank; no rank is this many collectives ahead of another rank
 PATIENCE_S = 5.0  # wait for a rank that was killed or suspended before its entry counts as issued
@@ -67,6 +93,8 @@ class CollectiveOrder:
         self._barrier = threading.Lock()
         self._issued = 0  # collectives of this rank
         self._error = 1  # number of the next error
+        # Points of the script that the last difference involves
+        self._points: set[str] = set()
         # Without shared memory: hash of the collectives since the last digest, and the last codes
         self._hash = 0
         self._recent: deque[int] = deque(maxlen=4 * RING)
@@ -83,6 +111,9 @@ class CollectiveOrder:
         """
         if group not in _orders:
             _orders[group] = cls(group, one_host, device_type)
+            meet_before_collectives(_meet)
+            on_teardown(_leave)
+            _leave_at_exit()
         return _orders[group]
 
     def add_model(self, names: Sequence[str]) -> int:
@@ -125,6 +156,52 @@ class CollectiveOrder:
             raise ConfigError(self._join_others())
         self._issued += 1
         self._write(_ISSUED, self._issued)
+
+    def meet(self, point: str) -> None:
+        """Wait until all ranks have come to ``point``, one of `_POINTS`.
+
+        Raises:
+            ConfigError: another rank does something else.
+            TimeoutError: ranks are late.
+        """
+        self.enter(0, _POINTS.index(point), END)
+        if not self.shares_memory:
+            return
+        deadline = time.monotonic() + seconds_to_wait()
+        while True:
+            issued = self._row(_ISSUED)
+            # Read after the positions: a rank that has left a mark may have joined others since.
+            if self._error in self._row(_MARK):
+                raise ConfigError(self._join_others())
+            if min(issued) >= self._issued:
+                return
+            if time.monotonic() > deadline:
+                arrived = zip(self._ranks, issued, strict=True)
+                late = [rank for rank, position in arrived if position < self._issued]
+                raise TimeoutError(
+                    f"rank {self._ranks[self._own]} {point}, and ranks {late} of the same shard "
+                    f"group have not come to this point within {seconds_to_wait():g} s"
+                )
+            time.sleep(_POLL_S)
+
+    def leave(self) -> None:
+        """Enter that this rank leaves. A rank that does something else raises an error."""
+        if not self.shares_memory or self._group() is None:
+            return
+        try:
+            self.enter(0, _POINTS.index(_LEAVES), END)
+        except (ConfigError, RuntimeError) as error:
+            log.error("%s", error)
+
+    @property
+    def differs_at_point(self) -> bool:
+        """True if the last difference was one outside of a step."""
+        return bool(self._points)
+
+    @property
+    def others_agree(self) -> bool:
+        """True if the other ranks take part in the agreement after the last difference."""
+        return self._points <= set(_POINTS_OF_MODELS)
 
     def end_backward(self) -> None:
         """Enter the end of this rank's backward pass. Raises `ConfigError` like `enter`."""
@@ -169,6 +246,8 @@ class CollectiveOrder:
             assert group is not None, "the process group was destroyed"
             join(code & 3, numel, _DTYPES[code >> 2 & 63], group, self._device_type)
         code, other, other_code = (self._row(row)[finder] for row in (_CODE, _OTHER, _OTHER_CODE))
+        points = {_POINTS[each >> 8 & 0x3FFF] for each in (code, other_code) if each & 3 == END}
+        self._points = points - {_POINTS[0]}
         return self._message(finder, code, other, other_code)
 
     def _others_decide(self) -> bool:
@@ -198,9 +277,17 @@ class CollectiveOrder:
         return (self._error % 127 + 1) << 20 | position % (1 << 20)
 
     def _message(self, rank: int, code: int, other: int, other_code: int) -> str:
-        return (
+        what = (
             f"rank {self._ranks[rank]} {self._describe(code)} while rank {self._ranks[other]} of "
-            f"the same shard group {self._describe(other_code)}. Parameters are gathered and "
+            f"the same shard group {self._describe(other_code)}. "
+        )
+        if self._points:
+            return what + (
+                "All ranks of a shard group must call the model equally often, in evaluations "
+                "too: give each rank as many batches"
+            )
+        return what + (
+            "Parameters are gathered and "
             "reduced by all ranks of a shard group together, so all must run the same groups of "
             "modules in the same order. Run the same modules on all ranks of a shard group, put "
             "alternative modules into one group (bucketing=block with their common block), or use "
@@ -208,8 +295,33 @@ class CollectiveOrder:
         )
 
     def _describe(self, code: int) -> str:
+        if code & 3 == END:
+            return _POINTS[code >> 8 & 0x3FFF]
         return VERBS[code & 3].format(self._models[code >> 22][code >> 8 & 0x3FFF])
 
 
 # A process group frees its order, and with it the shared memory.
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
+
+
+def _meet(point: str) -> None:
+    """Meet in all shard groups of this rank, before a collective that belongs to no model."""
+    for order in list(_orders.values()):
+        order.meet(point)
+
+
+def _leave() -> None:
+    for order in list(_orders.values()):
+        order.leave()
+
+
+@functools.cache
+def _leave_at_exit() -> None:
+    """Have ranks enter that they leave when a script ends without `teardown`."""
+
+    def leave_after_success() -> None:
+        # Python sets it for an error that ends a script.
+        if not hasattr(sys, "last_value"):
+            _leave()
+
+    atexit.register(leave_after_success)

@@ -2,7 +2,7 @@
 
 `parallelize` applies the layout, `cost` computes its cost, and a run records it.
 
-[Note: the fullest rank] Every axis splits a dim into parts of ceil(size / ranks) rows; the last
+[Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows; the last
 parts are smaller or empty. The rank that is first on every axis therefore holds at least as much of
 each parameter as any other rank, and its memory is the maximum over ranks.
 """
@@ -133,7 +133,8 @@ class ParameterShape(NamedTuple):
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the shape of the first of ``ranks`` parts by rows; see [Note: the fullest rank]."""
+    """Return the shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory
+    rank]."""
     return (-(-shape[0] // ranks), *shape[1:])
 
 
@@ -177,7 +178,7 @@ class Layout:
 
     @property
     def local_parameters(self) -> int:
-        """Elements on the fullest rank."""
+        """Elements on the peak-memory rank."""
         numel = sum(math.prod(parameter.shape) for parameter in self.whole)
         for group, count in self.equal_groups:
             parts = [first_part(parameter.shape, self.shape.sharding.shard) for parameter in group]

@@ -26,6 +26,14 @@ DEEPCOPY = "__deepcopy__"  # attribute of the model under which `copy.deepcopy` 
 Transforms = Callable[[nn.Module, WeightSource], nn.Module]
 
 
+def refuse_copy(name: str, _memo: Any) -> None:
+    """Raise `ConfigError` for a copy of one module of a model, whose hooks refer to the model."""
+    raise ConfigError(
+        f"deepcopy: {name} is a module of a sharded model: copy the whole model by copy.deepcopy "
+        f"and take its {name}, or copy {name} before parallelize"
+    )
+
+
 def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]:
     """Return a function that copies ``model``, and freezes the copy if called with ``frozen``.
 

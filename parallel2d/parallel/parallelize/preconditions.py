@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.config.checks import validated
-from parallel2d.base.config.parallel import AUTOMATIC
+from parallel2d.base.config.parallel import AUTOMATIC, AXES
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, storage_of
-from parallel2d.parallel.mesh import has_cpu_backend, ranks_of
+from parallel2d.parallel.mesh import axis_names, has_cpu_backend, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
 from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
@@ -69,6 +69,7 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
             "the second argument of parallelize is the mesh, from parallel2d.build_mesh; got "
             f"{mesh!r}"
         )
+    _check_axes(mesh)
     if not isinstance(config, ParallelConfig | None):
         raise ConfigError(
             "the third argument of parallelize is a ParallelConfig, such as "
@@ -89,6 +90,21 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
         raise ConfigError(
             "the model is sharded already, by parallelize or fully_shard: pass the plain model"
         )
+
+
+def _check_axes(mesh: DeviceMesh) -> None:
+    """Raise `ConfigError` for axes that a mesh of `build_mesh` never has."""
+    sizes = dict(zip(axis_names(mesh), mesh.shape, strict=False))
+    absent = [axis for axis in AXES[:2] if axis not in sizes]
+    # Without names, `mesh_shape` says which it needs.
+    if "replicate" in sizes and absent:
+        raise ConfigError(
+            f"the mesh has no axis {absent[0]}: give it one of size 1, as build_mesh does, such as "
+            f"init_device_mesh(..., ({mesh.size()}, 1), mesh_dim_names=('replicate', 'shard'))"
+        )
+    for axis in AXES[2:]:
+        if sizes.get(axis) == 1:
+            raise ConfigError(f"the mesh has an axis {axis} of size 1: omit it, as build_mesh does")
 
 
 def _check_no_optimizer(model: nn.Module) -> None:

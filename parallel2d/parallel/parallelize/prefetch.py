@@ -1,6 +1,6 @@
 """Prefetch: gather parameters some groups ahead of the computation (`prefetch_parameters`).
 
-[Note: the order in which groups run] Prefetching needs the order of execution, which may differ
+[Note: the order of groups] Prefetching needs the order of execution, which may differ
 from the order of registration: a model may run its modules in any order, or run a module twice.
 Prefetch chains are therefore set at the end of the first forward, in the recorded order; the first
 forward runs without chains. A group that ran several times has no unique successor: it prefetches

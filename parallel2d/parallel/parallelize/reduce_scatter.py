@@ -14,7 +14,7 @@ from parallel2d.base.errors import ConfigError
 
 # Kinds of collectives, and the end of a backward pass as another kind
 GATHER, SCATTER, EXCHANGE, END = range(4)
-VERBS = ("gathers {}", "reduces {}", "reduces {}", "ends its backward pass")
+VERBS = ("gathers {}", "reduces {}", "reduces {}")
 
 
 class _Ordered:

@@ -19,6 +19,7 @@ from parallel2d.base.errors import first_five
 from parallel2d.parallel.mesh import live_data_ranks, mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
+from parallel2d.parallel.weights.named_tensors import meet
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def average_buffers(model: nn.Module) -> None:
     All ranks then evaluate the same model. The variance is the mean of the variances within the
     ranks. Collective.
     """
+    meet(model, "averages buffers")
     for module in model.modules():
         if _STATISTICS in vars(module):
             vars(module)[_STATISTICS].average()

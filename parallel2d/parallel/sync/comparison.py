@@ -20,11 +20,9 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.base.replicas import is_joining
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.formats.quantize import key_of
-from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.hashes import hashes_of
 
 _HASH_BITS = 20  # fp64 adds the squares of up to 8,192 such hashes exactly
-_PIECE = 2**22  # elements that are hashed at a time, at 8 bytes each
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaComparison:
@@ -91,27 +89,3 @@ class ReplicaComparison:
             "some ranks. Checkpoints since the last comparison may contain it: resume from an "
             "earlier one (checkpoint.resume=PATH)"
         )
-
-
-def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Hash the bits of this rank's part of each tensor. Any single bit changes its hash."""
-    if not tensors:
-        return []
-    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
-    # One device-to-host copy for all hashes.
-    return [int(value) for value in torch.stack(values).tolist()]
-
-
-def _hash_of(local: Tensor) -> Tensor:
-    """Return int64: the sum of the elements' bits times odd numbers, modulo 2**64."""
-    # Multiplication by an odd number is injective modulo 2**64, so a change of a single element
-    # always changes the hash. The integer type has the size of an element, or of half a complex128.
-    integer = _INTEGERS[min(local.element_size(), 8)]
-    bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for begin in range(0, len(bits), _PIECE):
-        piece = bits[begin : begin + _PIECE].to(torch.int64)
-        places = torch.arange(begin, begin + len(piece), device=local.device)
-        # Each position has a different factor, so exchanged elements change the hash too.
-        total += (piece * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
-    return total

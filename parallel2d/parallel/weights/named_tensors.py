@@ -8,7 +8,8 @@ in addition to the parameters (`MasterValues`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import fqn_of, join_names, updated_as
 from parallel2d.parallel.weights.optimizer_settings import plain_settings
 
@@ -70,6 +72,27 @@ def masters_were_loaded(model: nn.Module) -> None:
         masters.masters_were_loaded()
 
 
+_meetings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Callable[[str], None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def register_meeting(model: nn.Module, meeting: Callable[[str], None]) -> None:
+    """Have `meet` call ``meeting``, a method, for ``model`` and each of its modules."""
+    for module in model.modules():
+        _meetings[module] = weakref.WeakMethod(meeting)
+
+
+def meet(model: nn.Module, point: str) -> None:
+    """Wait until all ranks that share parameters of ``model`` have come to ``point``; see
+    [Note: one order of collectives]. Collective. Raises `ConfigError` if one does something else.
+    """
+    found = [_meetings[module] for module in model.modules() if module in _meetings]
+    for meeting in dict.fromkeys(reference() for reference in found):
+        if meeting is not None:
+            meeting(point)
+
+
 def reshard(model: nn.Module) -> None:
     """Free unsharded parameters after a forward without backward, and restore the sharded ones."""
     for module in model.modules():
@@ -111,6 +134,30 @@ def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     finally:
         for tensor, before, _ in kept:
             tensor.copy_(before)
+
+
+def refuse_extra_state(model: nn.Module, what: str) -> None:
+    """Raise `ConfigError` if a module of ``model`` has extra state, which ``what`` would lose."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ConfigError(
+                f"{what}: {fqn_of(name) or 'the model'} has extra state (get_extra_state), which "
+                "would be lost: keep it in buffers, or save it beside the state and omit the method"
+            )
+
+
+def custom_hooks(model: nn.Module, attribute: str) -> list[str]:
+    """Return the FQNs of the modules with hooks in ``attribute``, such as ``_state_dict_hooks``,
+    that neither torch nor this package has registered. torch has no public name for them."""
+    found = []
+    for name, module in model.named_modules():
+        for hook in getattr(module, attribute).values():
+            # A hook of `register_load_state_dict_pre_hook` is wrapped.
+            function = getattr(hook, "hook", hook)
+            owner = getattr(function, "__module__", None) or ""
+            if owner.partition(".")[0] not in ("torch", "parallel2d", "functools"):
+                found.append(fqn_of(name) or "the model")
+    return list(dict.fromkeys(found))
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

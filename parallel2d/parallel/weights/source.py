@@ -20,6 +20,7 @@ from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
 from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
+from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
     InitialWeights,
@@ -210,12 +211,15 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 
 def _refuse_sparse(model: nn.Module, source: int) -> None:
+    """Raise `ConfigError` on every rank if a tensor of one is sparse. Collective."""
     sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
+    problem = None
     if sparse:
-        raise ConfigError(
+        problem = (
             f"broadcast_from={source}: {first_five(sparse)} is sparse, and only dense tensors are "
             "sent: build it on every rank and register it after parallelize, or make it dense"
         )
+    _raise_any(problem)
 
 
 def check_same_structure(model: nn.Module) -> None:
@@ -232,7 +236,8 @@ def check_same_structure(model: nn.Module) -> None:
         tie = f" tied to {ties[name]}" if name in ties else ""
         own.append(f"{name}, {training}, of shape {tuple(parameter.shape)}{tie}")
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}")
+        layout = "" if buffer.layout == torch.strided else f" and layout {buffer.layout}"
+        own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}{layout}")
     # Every rank compares its model with rank 0's; all report the first difference by rank.
     first = broadcast(own)
     difference = ""
@@ -273,12 +278,13 @@ def _check_buffers(model: nn.Module) -> None:
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return a digest that differs if any tensor differs."""
     digest = hashlib.sha256()
-    for name, parameter in tensors:
-        data = parameter.detach()
+    for name, tensor in tensors:
+        data = tensor.detach()
+        if data.layout != torch.strided:
+            data = data.to_dense()
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
-        # Sums in a narrower dtype would overflow, or miss small differences.
+        # Ranks may hold equal values in several dtypes, which are cast alike.
         wide = data.double() if data.is_floating_point() else data.long()
-        sums = wide.sum().item(), wide.square().sum().item()
-        digest.update(f"{name} {tuple(parameter.shape)} {sums}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {hashes_of([wide])}".encode())
     return digest.hexdigest()

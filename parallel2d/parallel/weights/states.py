@@ -27,11 +27,14 @@ from parallel2d.base.exchange import broadcast, sendable
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
+    custom_hooks,
     describe_optimizer,
     drop_state,
     masters_were_loaded,
+    meet,
     model_tensors,
     optimizer_tensors,
+    refuse_extra_state,
     reshard,
     spread_state,
     tied_names,
@@ -85,11 +88,20 @@ def full_state(
         return states
     if key_by not in ("name", "id"):
         raise ConfigError(f"key_by={key_by} is not one of name, id")
+    refuse_extra_state(model, "full_state")
+    hooked = custom_hooks(model, "_state_dict_hooks")
+    if hooked:
+        raise ConfigError(
+            f"full_state: {first_five(hooked, ', ')} has a state dict hook, which takes whole "
+            "tensors: call model.state_dict() inside parallel2d.summon_full_params(model, "
+            "writeback=False), or remove the hook"
+        )
     keep = not (rank0_only and dist.is_initialized()) or dist.get_rank() == 0
 
     def gather(tensor: Tensor) -> Tensor | None:
         return gather_tensor(tensor, keep=keep, cpu=cpu)
 
+    meet(model, "gathers a state")
     # Gathering is collective, so ranks that keep nothing take part too.
     state = _state(model, optimizer, gather)
     if not keep:
@@ -280,6 +292,7 @@ def _load(
 
     If ``source`` is None, every rank has the tensors, unsharded or sharded, and takes its part.
     """
+    meet(model, "loads a state")
     reshard(model)
     problems: list[str] = []
     tensors: Mapping[str, Tensor] = {}
@@ -331,6 +344,13 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
     # of state dicts are also allowed.
     known = all_tensors(model).keys() | here.keys()
     problems += [f"{name} is not in the model" for name in tensors if name not in known]
+    hooked = custom_hooks(model, "_load_state_dict_pre_hooks")
+    if problems and hooked:
+        problems.insert(
+            0,
+            f"{first_five(hooked, ', ')} has a state dict hook, which is not called: load the "
+            "bare model and give parallelize(..., broadcast_from=0)",
+        )
     return tensors, problems
 
 

@@ -20,7 +20,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import broadcast
 from parallel2d.parallel.model_structure import Places, fqn_of, places_in
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
-from parallel2d.parallel.weights.named_tensors import masters_in, reshard
+from parallel2d.parallel.weights.named_tensors import masters_in, meet, reshard
 
 PIECE_BYTES = 16 * 2**20  # bytes of a tensor that are sent, or read from a file, at a time
 
@@ -148,6 +148,7 @@ def summon_full_params(
             "summon_full_params(rank0_only=True) would overwrite the parameters of other "
             "replicas, which differ with sync=diloco: use writeback=False to read them"
         )
+    meet(model, "gathers whole parameters for a moment")
     # After a forward without backward, some parameters may be unsharded by FSDP.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])

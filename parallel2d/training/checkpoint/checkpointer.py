@@ -32,6 +32,8 @@ from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     join_optimizers,
     masters_in,
+    meet,
+    refuse_extra_state,
     reshard,
     spread_state,
     tied_names,
@@ -67,6 +69,7 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
+_POINT = "saves or restores a checkpoint"  # at which all ranks meet
 BEST = "best.json"  # in the folder of the checkpoints: names the best one
 
 
@@ -117,6 +120,9 @@ class Checkpointer:
     ) -> None:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
+        if config.enabled:
+            refuse_extra_state(self.model, "Checkpointer")
+        meet(self.model, _POINT)
         self.layout, self.in_memory = layout or {}, copies
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
@@ -190,6 +196,7 @@ class Checkpointer:
         Raises `ConfigError`: all checkpoints are damaged, the path is not a checkpoint, or the
         checkpoint does not fit model or optimizer.
         """
+        meet(self.model, _POINT)
         self.collect()
         self.group.stay()
         restarted = any(self.group.all_gather(restarted))
@@ -297,6 +304,7 @@ class Checkpointer:
             self.in_memory.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
         if due is None and self._votes is not None:
+            meet(self.model, _POINT)
             due = bool(self._votes.broadcast(self.time_is_up()))
         is_due = any((due, last, preempted, wanted, self._is_of_interval(step)))
         self._first_call = False
@@ -403,6 +411,7 @@ class Checkpointer:
             self._complete()
 
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
+        meet(self.model, _POINT)
         # Unsharded parameters of a forward would hide the sharded parameters.
         reshard(self.model)
         # Without this the files would combine one rank's mean with another rank's variance.

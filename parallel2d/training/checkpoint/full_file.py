@@ -29,6 +29,8 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
     if the file cannot be written.
     """
     content = full_state(model, optimizer, key_by="id") | extra
+    # Before the file is published: every rank has gathered the whole state.
+    _world().all_gather(None)
 
     def write() -> None:
         replace(os.fspath(path), lambda file: torch.save(content, file), durable=True)

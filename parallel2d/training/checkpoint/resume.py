@@ -158,8 +158,17 @@ class Resume:
         raise ConfigError(
             f"no checkpoint in {self.store.root} can be resumed from:\n"
             f"{list_differences(list(damaged.values()))}\n"
-            "checkpoint.resume=never moves them aside and starts again"
+            f"{self._way_to_start_again('moves them aside and starts again')}"
         )
+
+    def _way_to_start_again(self, never: str) -> str:
+        """Return the advice for damaged checkpoints of this run; ``never``: what
+        ``checkpoint.resume=never`` does."""
+        resume = self.config.resume
+        if resume in ("auto", "never"):
+            return f"checkpoint.resume=never {never}"
+        # With `never` the run would not begin with the weights that the user has named.
+        return f"use a new hydra.run.dir with checkpoint.resume={resume} to start again from there"
 
     def _load_own(self, step: int, load: str) -> dict[str, Any]:
         checkpoint = self._verified(self.store.path_of(step), follow=False)
@@ -175,7 +184,8 @@ class Resume:
         except DamagedCheckpointError as fault:
             # Without a checkpoint on disk, the run would start from partly loaded state.
             if not self.seen:
-                raise ConfigError(f"{fault}; checkpoint.resume=never starts again") from None
+                way = self._way_to_start_again("starts again")
+                raise ConfigError(f"{fault}; {way}") from None
             raise
 
     def _load_path(self, path: str, own_step: int | None) -> dict[str, Any] | None:

@@ -26,8 +26,7 @@ from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.base.replicas import first_rank, is_present
-from parallel2d.base.replicas.lasting_groups import Everyone
+from parallel2d.base.replicas import first_rank, is_present, stay_in_quorum
 from parallel2d.base.runtime import patient_group
 from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
@@ -70,8 +69,7 @@ class Group:
     def stay(self) -> None:
         """Fix the membership: all later calls raise `ReplicaLost` once a replica fails that is
         alive now."""
-        if isinstance(self.group, Everyone):
-            self.group.generation = self.group.replicas.met
+        stay_in_quorum(self.group)
 
     def log(self, text: str, level: int = logging.INFO) -> None:
         """Log ``text`` on the leader only."""

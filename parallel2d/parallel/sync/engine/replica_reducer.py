@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.device import current_stream, new_stream
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import current
+from parallel2d.base.replicas import axis_options, current
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS
 from parallel2d.parallel.mesh import axis_names, inherit_timeout, mesh_shape, without_replicas
@@ -52,6 +52,7 @@ from parallel2d.parallel.sync.engine.used_parameters import (
 )
 from parallel2d.parallel.sync.formats.quantize import RoundingKeys
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, SyncMethod, UpdateFollower
+from parallel2d.parallel.weights.named_tensors import register_meeting
 
 
 class BatchState(enum.Enum):
@@ -102,6 +103,7 @@ class ReplicaReducer:
         self._final_dtype = final_dtype
         self._scalars = scalars
         self._order = order
+        self._has_replicas = mesh_shape(mesh).replicate > 1
         self._state = BatchState.AGREED
         # `finish` counts the steps; a resumed trainer sets the number of the next step.
         self.keys = RoundingKeys(seed)
@@ -325,16 +327,34 @@ class ReplicaReducer:
         No other rank then waits forever. Returns the error that all ranks raise.
         """
         # The trainer's own agreement reports the error to the other ranks.
-        if not self._reduces_status:
+        order = self._order
+        if not self._reduces_status or (order is not None and not order.others_agree):
             return error
-        if self.buckets is not None:
-            self.buckets.finish(with_zeros=True)
-        self._sent_fault = str(error)
         try:
-            self._reduce_status()
+            if order is not None and order.differs_at_point:
+                self.used_parameters.agree_outside_of_step(str(error))
+            else:
+                if self.buckets is not None:
+                    self.buckets.finish(with_zeros=True)
+                self._sent_fault = str(error)
+                self._reduce_status()
         except ConfigError as agreed:
+            self.reset()
             return agreed
         return error
+
+    def meet(self, point: str) -> None:
+        """Wait until all ranks have come to ``point``, outside of a step. Collective over the data
+        ranks. Raises `ConfigError` on every rank if one of them does something else."""
+        if self._order is None:
+            return
+        try:
+            self._order.meet(point)
+        except ConfigError as error:
+            raise self.abandon(error) from None
+        # A trainer agrees in its steps.
+        if self._reduces_status and current() is None and self._has_replicas:
+            self.used_parameters.agree_outside_of_step("")
 
     # Gradients that are dropped
 
@@ -382,7 +402,9 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     axis = axis_names(mesh).index("replicate")
     # One row per group: the ranks that differ only in the replicate axis.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
-    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), group_desc=GROUP_NAME)
+    own, _ = dist.new_subgroups_by_enumeration(
+        rows.tolist(), group_desc=GROUP_NAME, pg_options=axis_options()
+    )
     assert isinstance(own, dist.ProcessGroup)  # every rank is in one row
     inherit_timeout(own, mesh.device_type)
     return own
@@ -396,6 +418,7 @@ _ENGINE = "_parallel2d_engine"
 def register_engine(model: nn.Module, engine: ReplicaReducer) -> None:
     """Register ``engine`` as the engine of ``model``."""
     vars(model)[_ENGINE] = engine
+    register_meeting(model, engine.meet)
 
 
 # Attribute of the parameters that an optimizer gets

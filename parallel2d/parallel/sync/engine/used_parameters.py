@@ -33,7 +33,7 @@ from parallel2d.parallel.mesh import (
     mesh_shape,
     sum_over_data_ranks,
 )
-from parallel2d.parallel.sync.comparison import hashes_of
+from parallel2d.parallel.weights.hashes import hashes_of
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,17 @@ class IssueOrder(Protocol):
     def acknowledge(self) -> None: ...
     def digest(self) -> int: ...
     def differing_on_other_hosts(self) -> str: ...
+    def meet(self, point: str) -> None: ...
+    @property
+    def differs_at_point(self) -> bool: ...
+    @property
+    def others_agree(self) -> bool: ...
+
+
+def _row_of(value: int) -> Tensor:
+    """Return one, the lowest bits of a hash and their square; see `_digests`."""
+    value %= 2**20  # fp64 adds the squares of up to 8,192 such hashes exactly
+    return torch.tensor([1, value, value**2], dtype=torch.float64)
 
 
 class UsedParameters:
@@ -114,6 +125,7 @@ class UsedParameters:
             if self._order is not None:
                 self._order.acknowledge()
             raise ConfigError(message)
+        # No row for any of the buffers in a step that does not compare them
         names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate + 1 :]))
         if names and not self._were_named:
             self._were_named = True
@@ -126,6 +138,18 @@ class UsedParameters:
                 )
         used: list[bool] = (summed[1 : 1 + self._parameters] > 0).tolist()
         return used
+
+    def agree_outside_of_step(self, fault: str) -> None:
+        """Tell all ranks of a ``fault`` of this rank, in a sum whose size does not depend on the
+        model. Collective over the data ranks. Raises `ConfigError` as `used_in` does."""
+        rows = torch.zeros(self._shape.replicate + 1, 3, dtype=torch.float64)
+        if self._order is not None:
+            rows[self._replica] = _row_of(self._order.digest())
+        device = "cpu" if has_cpu_backend() else self._mesh.device_type
+        own = torch.cat([torch.tensor([bool(fault)], dtype=torch.float64), rows.flatten()])
+        summed = sum_over_data_ranks(own.to(device), self._mesh).cpu()
+        unused = torch.zeros(self._parameters, dtype=torch.float64)
+        self.used_in(torch.cat([summed[:1], unused, summed[1:]]), fault)
 
     def sum_with(self, vector: Tensor, scalars: Sequence[ScalarGradient]) -> tuple[Tensor, Tensor]:
         """Return the sums over the data ranks of ``vector`` and of the scalars' gradients.
@@ -168,8 +192,7 @@ class UsedParameters:
         if self._order is not None:
             hashes[self._replica] = self._order.digest()
         for row, value in hashes.items():
-            value %= 2**20  # fp64 adds the squares of up to 8,192 such hashes exactly
-            digests[row] = torch.tensor([1, value, value**2], dtype=torch.float64)
+            digests[row] = _row_of(value)
         return digests.flatten()
 
     def _hashes_of_buffers(self) -> list[int]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from parallel2d.base import metering
 from parallel2d.base.device import sent_to
+from parallel2d.base.replicas import position_over_replicas
 from parallel2d.parallel.sync.formats import CommunicationFormat, Quantizer, put_back
 from parallel2d.parallel.sync.formats.quantize import (
     BLOCK,
@@ -123,8 +124,7 @@ class QuantizedMean:
     def __init__(self, group: dist.ProcessGroup, parts: Sequence[QuantizedPart]) -> None:
         self._group = group
         self._parts = parts
-        self._replicas = group.size()
-        self._replica = group.rank()
+        self._replica, self._replicas = position_over_replicas(group)
         # True once the means are in flight; two replicas send no means.
         self._means_sent = self._replicas == 2
         owners = 1 if self._means_sent else self._replicas

@@ -1,0 +1,51 @@
+"""Hashes of the bits of tensors, by which ranks compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel2d.parallel.weights.geometry import local_part
+
+# Elements that are hashed at once, in 8 bytes each: on CPU the pieces stay in its cache.
+_PIECE, _PIECE_ON_CPU = 2**22, 2**16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# The generator SplitMix64 (Steele, Lea and Flood): its step, and the shifts and factors of its
+# finalizer, as signed integers
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+
+
+def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a signed 64-bit hash of this rank's part of each tensor. Any bit changes the hash."""
+    if not tensors:
+        return []
+    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
+    # One copy from the device for all.
+    return [int(value) for value in torch.stack(values).tolist()]
+
+
+def _hash_of(local: Tensor) -> Tensor:
+    """Return the sum of the mixed elements as int64, modulo 2**64.
+
+    Each element is mixed with its position before the sum. A sum of products would miss elements
+    that differ in their highest bits, such as two signs, or small integers in fp64.
+    """
+    # An integer has as many bytes as an element, or as half of a complex element.
+    integer = _INTEGERS[min(local.element_size(), 8)]
+    bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    length = _PIECE_ON_CPU if local.device.type == "cpu" else _PIECE
+    for begin in range(0, len(bits), length):
+        piece = bits[begin : begin + length]
+        mixed = torch.arange(begin, begin + len(piece), device=local.device)
+        mixed.mul_(_STEP).add_(piece)
+        for shift, factor in _ROUNDS:
+            # torch shifts the sign bit in from the left; the mask removes its copies.
+            shifted = (mixed >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+            mixed.bitwise_xor_(shifted).mul_(factor)
+        total += mixed.sum()
+    return total
