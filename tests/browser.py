@@ -21,7 +21,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page. ``said`` collects what the page wrote to the console as an error, and exceptions that nobody caught."""
+    """A single page. ``said`` collects console errors and uncaught exceptions."""
 
     def __init__(self, program: str, profile: Path, width: int = 1600, height: int = 1400) -> None:
         to_browser, self._write = os.pipe()

@@ -16,7 +16,9 @@ from parallel2d.training.checkpoint import Checkpointer
 
 
 class Heard(logging.Handler):
-    """Collects what the room checkpoint logs while it is open, and calls ``then`` with each line."""
+    """Collect the log lines of the package `checkpoint` while open, and call ``then`` with each
+    line.
+    """
 
     LOGGER = logging.getLogger("parallel2d.training.checkpoint")
 

@@ -1,4 +1,6 @@
-"""Names that docs/coming-from.md uses, and what must have happened after each of its Python cells: a check per row, on every rank."""
+"""Names that docs/coming-from.md uses, and checks of the results of its Python cells: one check
+per row, on every rank.
+"""
 
 import os
 import re
@@ -43,9 +45,10 @@ def halve(module: nn.Module, _name: str) -> None:
 
 
 def namespace(code: str) -> dict[str, Any]:
-    """What the document says exists, as far as the cell ``code`` uses it; ``x`` differs between data ranks.
+    """Return the names that the cell ``code`` uses and the document describes; ``x`` differs
+    between data ranks.
 
-    A model that something is loaded into was changed before.
+    A model that receives loaded weights was changed before.
     """
     used = set(re.findall(r"\w+", code))
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
@@ -82,7 +85,7 @@ def namespace(code: str) -> dict[str, Any]:
         # of all ranks of these workers
         names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}")
         old = parallel2d.full_state(model, names["optimizer"]) if "torch" in used else {}
-        if old:  # what FSDP1 calls a full state: parameters and their optimizer state by name
+        if old:  # a full state of FSDP1: parameters and their optimizer state by name
             torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])
     if used & {"load_full_state", "load_sharded_state"}:
         with torch.no_grad():
@@ -130,7 +133,9 @@ CHECKS: list[tuple[str, str, Any]] = []
 
 
 def check(origin: str, *lefts: str):
-    """Registers a check for the rows of ``origin`` whose left cell begins like one of ``lefts``."""
+    """Register a check for the rows of ``origin`` with a left cell that begins like one of
+    ``lefts``.
+    """
 
     def register(function):
         CHECKS.extend((origin, left, function) for left in lefts)

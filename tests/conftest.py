@@ -1,4 +1,6 @@
-"""Fixtures: `ranks` runs a function on several gloo ranks. Marks: `extras` names what a test needs beside the package."""
+"""Fixtures: `ranks` runs a function on several gloo ranks. Marks: `extras` names the additional
+packages of a test.
+"""
 
 import importlib.util
 import logging
@@ -24,8 +26,9 @@ MARKS = ("slow", "soak", "extras")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test has at most one of the marks, so that each of `-m slow`, `-m extras` and `-m soak` runs what the others do not. One that
-    takes too long fails; soak tests may take as long as they do."""
+    """Allow each test at most one of the marks, so that `-m slow`, `-m extras` and `-m soak` run
+    disjoint sets of tests. A test that takes too long fails; soak tests have no time limit.
+    """
     for item in items:
         given = {mark.name for mark in item.iter_markers() if mark.name in MARKS}
         assert len(given) <= 1, f"{item.nodeid} is marked {' and '.join(sorted(given))}; choose one"
@@ -42,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test whose mark `extras` names a module that is not installed."""
+    """Skip a test if its mark `extras` names a module that is not installed."""
     for mark in item.iter_markers("extras"):
         for module in mark.args:
             pytest.importorskip(

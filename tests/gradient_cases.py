@@ -80,7 +80,7 @@ class UnequalByBoth(Case):
 
 
 class OneRankAlone(Case):
-    """The second expert is used by one data rank in one micro-batch only, the third by nobody."""
+    """The second expert is used by one data rank in one micro-batch only, the third by no rank."""
 
     widths = (DIM, 5, 4)
 
@@ -135,7 +135,9 @@ class Tied(Case):
 
 
 class Scalars(Case):
-    """Parameters without dimensions: one always used, one by one rank, one by nobody."""
+    """Parameters without dimensions: the first is always used, the second by one rank, the third
+    by no rank.
+    """
 
     def __init__(self):
         super().__init__()
@@ -194,7 +196,9 @@ class Recomputed(Case):
 
 
 class Detached(Case):
-    """A block whose output is used without a gradient by one replica, and not at all in the loss by another rank."""
+    """One replica uses the output of a block without a gradient, and another rank omits it from
+    the loss.
+    """
 
     def run(self, number, block, x, route):
         out = block(x, 0)

@@ -76,7 +76,7 @@ class Flight(Collective):
         return self._is_aborted
 
     def wait(self):
-        """Before replicas may be lost: a stream waits, and the host reads later."""
+        """Wait on the stream and synchronize the host later, until replicas can be lost."""
         while not self.is_done():
             time.sleep(0.0005)
 
@@ -88,7 +88,7 @@ class Flight(Collective):
     def _end_without_result(self):
         self._is_aborted = True
         for _, target in self._pairs:
-            if random.random() < 0.5:  # else nothing shows that there is no result
+            if random.random() < 0.5:  # otherwise a missing result would not be visible
                 values = (
                     torch.randn(target.shape)
                     if target.is_floating_point()

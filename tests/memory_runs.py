@@ -1,4 +1,6 @@
-"""Lives of a run on the ranks of a pool: each goes on from what the one before left on its nodes, and ends without farewell."""
+"""Successive starts of a run on the ranks of a pool: each start resumes from the copies that the
+previous start left on its nodes, and ends without cleanup.
+"""
 
 import os
 import signal
@@ -22,7 +24,7 @@ FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
 
 def averages_of(model: nn.Module, average: EMAWeights) -> dict[str, Any]:
-    """Whole averages, which are what the model has for validation."""
+    """Return the unsharded EMA weights, which the model has for validation."""
     found = {name: whole(each).numpy() for name, each in average.values.items()}
     with outer_parameters(model):
         assert largest_difference(weights_of(model), found) == 0
@@ -45,9 +47,15 @@ def life(
     decay: float | None = None,
     **checkpoint: Any,
 ) -> dict[str, Any]:
-    """Trains from where the run stands to step ``until``. ``nodes``: the memory folder of each rank. ``end``: ``killed`` leaves all
-    as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before
-    anything is restored; ``decay``: of averages of the weights."""
+    """Train from the current step of the run to step ``until``.
+
+    Args:
+        nodes: memory folder of each rank.
+        end: ``killed`` leaves all files as they are after the last copy, ``finished`` and
+            ``preempted`` end as a trainer does.
+        fault: ``fault(net)`` runs on each rank before the state is restored.
+        decay: decay of the EMA weights.
+    """
     rank = torch.distributed.get_rank()
     before = os.environ.get(MEMORY_DIR)
     os.environ[MEMORY_DIR] = nodes[rank]

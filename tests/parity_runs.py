@@ -77,7 +77,7 @@ class Experts(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Of sequences as pictures of one row."""
+    """Convolutions over sequences, as images of one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def _left_out(_module: Any, put: Put) -> None:
 
 @fault("a stale buffer")
 def _stale(_module: Any, put: Put) -> None:
-    """One reduction gives what it gave in the step before."""
+    """One reduction returns its result of the previous step."""
     before: list[Tensor] = []
 
     def change(tensor: Tensor, add: Callable[[Tensor], Any]) -> None:
@@ -385,7 +385,7 @@ def _halved_outer_step(_module: Any, put: Put) -> None:
 
 @fault("other updates than the owners'")
 def _other_updates(_module: Any, put: Put) -> None:
-    """A gathered parameter is not what its owners have."""
+    """An unsharded parameter differs from the local shards of its owners."""
     _after_the_step(put, lambda model: model.layers[0].gate.weight.to_local().mul_(1.5))
 
 

@@ -18,8 +18,10 @@ def gloo_threads() -> int:
 
 @atexit.register
 def _check_threads() -> None:
-    """Before torch and parallel2d are imported, so after their functions: a thread that frees a tensor when Python ends would kill
-    the process, after all of its work."""
+    """Register before torch and parallel2d are imported, so that the check runs after their
+    functions: a thread that frees a tensor when Python ends would kill the process after all of
+    its work.
+    """
     if gloo_threads():
         print(f"{gloo_threads()} threads of gloo are left", flush=True)
         os._exit(3)
@@ -83,7 +85,7 @@ def state() -> dict[str, int]:
 
 
 def soak(times: str) -> dict[str, object]:
-    """What the process holds after the third run and after the last."""
+    """Return the resources of the process after the third run and after the last run."""
     all_reduce = dist.all_reduce
     losses = [one_run() for _ in range(3)]
     early = state()
@@ -158,7 +160,7 @@ def late() -> dict[str, object]:
 
 
 def signals() -> dict[str, object]:
-    """Handlers are those of before after a teardown."""
+    """Signal handlers are restored by a teardown."""
     import signal
 
     from parallel2d import setup, teardown
@@ -181,7 +183,7 @@ def signals() -> dict[str, object]:
 
 
 def foreign() -> dict[str, int]:
-    """A process group of somebody else, such as Ray, who destroys it without `teardown`."""
+    """A process group of another library, such as Ray, that destroys it without `teardown`."""
     from parallel2d import ParallelConfig, Topology, build_mesh, build_on_meta, parallelize
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -27,7 +27,7 @@ GRACE_S = 10.0  # for the answers of others, once a rank has failed
 
 def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What native code says before it ends the process, and where every thread then was.
+    # Output of native code before it ends the process, and the stack of every thread.
     last_words = os.open(os.path.join(folder, f"stderr.{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(last_words, 2)
     faulthandler.enable(2)
@@ -41,7 +41,7 @@ def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
     )
     groups = MeshGroups()
     gc.collect()
-    gc.freeze()  # what is imported by now need not be looked through again before every test
+    gc.freeze()  # imported modules need no search before every test
     connection.send(("ready", None))
     while (task := connection.recv()) is not None:
         function, args, kwargs = task
@@ -107,7 +107,7 @@ class MeshGroups:
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """What the `ConfigError` says that a call raises."""
+    """Return the message of the `ConfigError` that a call raises."""
     from parallel2d import ConfigError
 
     try:
@@ -118,8 +118,13 @@ def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 
 
 class WorkerError(AssertionError):
-    """A test function failed on a rank. ``kind`` and ``message`` are those of the exception there; ``everywhere``: all ranks raised
-    the same, so none is left in a collective."""
+    """A test function failed on a rank.
+
+    Attributes:
+        kind: class of the exception on the rank.
+        message: message of the exception on the rank.
+        everywhere: all ranks raised the same, so no rank is left in a collective.
+    """
 
     def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
@@ -170,7 +175,8 @@ class Pool:
                     kind, value = "error", ("EOFError", "the worker process ended", "")
                     self.processes[rank].join(timeout=60)  # its exit code comes a moment later
                 if kind == "error":
-                    # One that ended is the cause of what others raised, whoever is heard first.
+                    # An ended rank is the cause of the exceptions of the other ranks, in any order
+                    # of arrival.
                     if failure is None or (value[0] == "EOFError" != failure.kind):
                         failure = WorkerError(rank, *value)
                     errors.append(value[:2])
@@ -190,8 +196,9 @@ class Pool:
         return [results[rank] for rank in range(len(self.connections))]
 
     def native_fault(self) -> str:
-        """What a worker said that was ended by a fault in native code: SIGSEGV, or SIGABRT from glibc, which found its heap
-        damaged. Empty if none was."""
+        """Return the output of a worker that was ended by a fault in native code: SIGSEGV, or
+        SIGABRT from glibc, which found its heap damaged. Empty for other ends.
+        """
         said = []
         for rank, process in enumerate(self.processes):
             if process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT):
@@ -213,10 +220,12 @@ class Pool:
 
 
 class Pools:
-    """One pool per world size, started when first asked for. When a test kills a rank or fails on some, that pool alone starts afresh:
-    its ranks are forked from a server that has everything imported, in a few tenths of a second."""
+    """One pool per world size, started when first requested. When a test kills a rank or fails on
+    some ranks, only that pool restarts: its ranks are forked from a server that has everything
+    imported, in a few tenths of a second.
+    """
 
-    # What the server imports before the first rank is forked.
+    # Imports of the server before the first rank is forked.
     preload: ClassVar[list[str]] = [
         "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
         "parallel2d.training.assemble",
@@ -249,7 +258,7 @@ class Pools:
 
 @contextlib.contextmanager
 def logged(name: str, level: int = logging.INFO) -> Iterator[list[str]]:
-    """What the logger ``name`` says inside, from ``level`` on."""
+    """Return the lines of the logger ``name`` inside the context, from ``level`` on."""
     said: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
