@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is kept, what is computed again, and that losses and gradients stay the same."""
+"""Activation checkpointing: saved and recomputed operators, with unchanged losses and gradients."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def kept_bytes(model):
 
 
 class OperatorCounter(TorchDispatchMode):
-    """How often each operator ran."""
+    """Count the calls of each operator."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ def test_operator_that_cannot_be_saved_is_an_error(keep, message):
 
 def test_operators_are_found_by_pattern_and_by_full_name():
     assert saved_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
-    # all of whose overloads have names, and one that is computed as another of the same name
+    # all overloads have names, and one operator is computed as another operator of the same name
     assert saved_operators(["add", "softmax"]) == {"aten::add", "aten::_softmax"}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in saved_operators(
         ["scaled_dot_product_*"]
@@ -131,7 +131,8 @@ def kept_by(name, **settings):
 def test_modes_blocks_and_policies_select_saved_activations():
     none, selective, full = (kept_by(name) for name in ("none", "selective", "full"))
     less = kept_by("selective", keep=["scaled_dot_product_*"])
-    # what selective caches is held by its own storage, beside autograd's: only what autograd keeps is seen here
+    # tensors cached by selective checkpointing are in a separate storage, in addition to the
+    # tensors saved by autograd: only the saved tensors of autograd are visible here
     assert full <= less <= selective < none
     classes = kept_by("full", blocks=["FeedForward"])
     policy = kept_by("full", policy="test_activation_checkpointing:few_heads")
@@ -181,7 +182,8 @@ RUNS = [
     ("hybrid", 2, "block", "full", {"compile": AOT}),
     ("zero3", 2, "layer", "selective", {"compile": CompileConfig("block", "inductor")}),
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
-    # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
+    # Groups inside of a recomputed region all-gather in its forward, and may be unsharded already
+    # when it is recomputed.
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),

@@ -1,4 +1,6 @@
-"""LoRA adapters of the ``peft`` library: trained alike on every layout, beside a base that stays as it was, and saved for the library."""
+"""LoRA adapters of the ``peft`` library: equal training on every layout, with an unchanged base,
+and exports for the library.
+"""
 
 import json
 import math
@@ -137,7 +139,7 @@ def trained_model(folder, kind, adapter):
 
 
 def exported(folder, kind):
-    """The adapter of a run on the base, by the library alone."""
+    """Load the adapter of a run on the base with the library only."""
     from peft import PeftModel
 
     assert main(["convert", str(folder / "run"), str(folder / "adapter"), "--to", "peft"]) == 0
@@ -253,7 +255,7 @@ def test_a_configuration_in_a_checkpoint_is_checked(ranks, folder, capsys):
 
 
 def own_adapted(**changes):
-    """A factory of somebody's own: a peft model whose base comes from the seed."""
+    """A custom factory: a peft model with a base initialized from the seed."""
     import peft
 
     from parallel2d.models import huggingface

@@ -1,4 +1,6 @@
-"""Wrong words end at once, with a non-zero code and one message that names the key, the value and what is allowed."""
+"""Wrong overrides end at once, with a non-zero code and one message that names the key, the value
+and the allowed values.
+"""
 
 import os
 import re
@@ -182,7 +184,7 @@ def test_contradictions_are_refused(words, told):
 
 
 def conditional_fields():
-    """Section, field and its readers, for each field that has an effect with some choices alone."""
+    """Section, field and its readers, for each field that has an effect only with some choices."""
     for section in vars(TrainConfig()).values():
         if is_dataclass(section):
             for item in fields(section):

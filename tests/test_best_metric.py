@@ -1,4 +1,6 @@
-"""The best checkpoint and early stopping: what is kept, what a stopped, resumed or restarted run knows, and when it ends."""
+"""The best checkpoint and early stopping: kept steps, records of a stopped, resumed or restarted
+run, and the end of the run.
+"""
 
 import json
 import math
@@ -96,13 +98,13 @@ def test_best_is_dropped_with_its_steps_checkpoint_or_metric(ranks, folder):
     kept = (*KEPT, "checkpoint.keep_last=0", "checkpoint.every=1", scripted(*VALUES))
     run(4, *kept)
     assert best_of(folder)["step"] == 3
-    # one step of no use, so that a best of its own is none
+    # one step without improvement, so that it is not the best
     back = f"checkpoint.resume={folder / 'run' / 'checkpoints' / 'step-00000002'}"
     assert run(1, *kept, back, scripted(1, 5, 4, 4, 4, 4, 4, 4, 4)) == 2
     assert (best_of(folder)["step"], best_of(folder)["value"]) == (2, 5.0)
     shutil.rmtree(folder / "run" / "checkpoints" / "step-00000002")
     assert run(3, *kept) == 3
-    # 6 at step 6 is the best of those that are there
+    # 6 at step 6 is the best of the existing checkpoints
     assert (best_of(folder)["step"], best_of(folder)["value"]) == (6, 6.0)
     changed = ("checkpoint.keep_best=grad_norm", "checkpoint.keep_best_mode=min")
     assert run(1, *kept, *changed) == 6

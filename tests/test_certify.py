@@ -124,7 +124,9 @@ def test_tensor_ranks_must_draw_equal_random_numbers(ranks, seed):
 
 
 def said_of_collectives(change):
-    """Of a step in which two replicas reduced twice, of which rank 1 did something else."""
+    """Report the collectives of a step with two reductions per replica and another collective on
+    rank 1.
+    """
     mesh = SimpleNamespace(mesh=torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
     mesh.shape = (2, 1)
     config = ParallelConfig("ddp")
@@ -199,7 +201,7 @@ CHUNKED = ("train.loss_chunk=9", "train.z_loss=0.01")
 
 
 def certificate_of_job(folder, other_samples):
-    """What is wrong with a job, one of whose ranks may read other samples."""
+    """Return the problems of a job with a rank that may read other samples."""
     from parallel2d.training.data.stream import SampleStream
 
     read = SampleStream.read
@@ -270,7 +272,7 @@ def test_run_after_a_parity_check_trains_as_without_it(ranks, folder):
 
 
 def fewer_layers():
-    """The model that is certified where there is room for few layers, and what is said about it."""
+    """Check the model with memory for few layers, and return the message."""
     notes = []
     with mock.patch.object(training_job, "free_bytes", return_value=60e6):
         model = training_job.fitting_model(LlamaModel(n_layers=8), torch.device("cpu"), notes)

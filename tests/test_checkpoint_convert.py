@@ -409,7 +409,7 @@ print((peak_memory() - before) / 2**20)
 
 
 def growth(folder, *commands):
-    """MiB that a process grows by, once the first command has loaded what it needs."""
+    """Return the growth of the process in MiB after the first command has loaded its imports."""
     words = [sys.executable, "-c", MEASURED, *commands]
     result = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

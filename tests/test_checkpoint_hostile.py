@@ -189,7 +189,7 @@ EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 
 
 def data_as(content):
-    """Another data file: what ``content`` makes of it."""
+    """Replace the data file with the result of ``content``."""
 
     def change(folder):
         (folder / DATA).write_bytes(content((folder / DATA).read_bytes()))

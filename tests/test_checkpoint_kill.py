@@ -1,4 +1,6 @@
-"""Whatever is killed and when, the newest published checkpoint is complete, and the run resumes from it."""
+"""After SIGKILL at any moment the newest published checkpoint is complete, and the run resumes
+from it.
+"""
 
 import contextlib
 import multiprocessing.connection
@@ -56,7 +58,7 @@ def _values(model, optimizer):
 
 
 def save_without_end(folder, keep_last, asynchronous):
-    """Restores, checks that what it got is one step's state, and saves on until it is killed."""
+    """Restore, check that the state belongs to one step, and save until the process is killed."""
     import torch.distributed as dist
 
     model, optimizer, checkpointer = _build(folder, keep_last, asynchronous)
@@ -68,7 +70,7 @@ def save_without_end(folder, keep_last, asynchronous):
         for value in _local_values(model, optimizer):
             value.fill_(step)
         checkpointer.save_if_due(step, {"samples": step})
-        # What the run knows to be published, for the test to hold against what it finds.
+        # The run records its published steps, for comparison with the steps on the disk.
         if dist.get_rank() == 0:
             with open(os.path.join(folder, "known"), "a") as file:
                 file.write(f"{step} {max(checkpointer.published, default=0)}\n")
@@ -127,8 +129,9 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             assert state["step"] == state["samples"] == max(complete)
             assert values == {float(state["step"])}, "a mixture of steps was read"
             assert state["step"] >= published, "a published checkpoint was lost"
-            # At most one save is running, and a new one waits for it: two intervals bound what a kill can
-            # cost when the save of the last interval was still being written, one when it was not.
+            # At most one save is running, and a new save waits for it: a kill costs at most two
+            # intervals if the save of the last interval was still being written, otherwise one
+            # interval.
             assert step - state["step"] <= (2 if asynchronous else 1) * INTERVAL
         left = os.listdir(os.path.join(folder, "checkpoints"))
         assert all(name.startswith(("step-", ".")) for name in left), "nothing is moved aside"

@@ -1,4 +1,6 @@
-"""A checkpoint of any layout loads into any other, and the run goes on as if nothing had happened."""
+"""A checkpoint of any layout loads into any other layout, and the run continues with the same
+losses.
+"""
 
 import json
 import math
@@ -98,7 +100,9 @@ def test_each_shard_is_written_once_and_writes_are_balanced(ranks, tmp_path, wor
 
 
 def plans():
-    """What this rank writes of a tensor of 64 MiB that all ranks hold, and of small ones."""
+    """Return the chunks that this rank writes of a replicated tensor of 64 MiB and of small
+    tensors.
+    """
     from parallel2d import MeshSpec, build_mesh
     from parallel2d.training.checkpoint.save import plan_writes
 

@@ -1,4 +1,4 @@
-"""Copies of the state in the nodes' memory: what is found again after which loss, and what is never used."""
+"""In-memory checkpoints on the nodes: copies restored after each failure, and copies never used."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class Cluster:
             shutil.rmtree(self.node(letter))
 
     def copies(self, letter: str) -> list[str]:
-        """STEP.RANKS of what a node holds."""
+        """Names STEP.RANKS of the copies on a node."""
         found = self.node(letter).glob("run-*/*/*/*/step-*")
         return sorted(
             f"{int(path.name[5:])}.{path.parent.name.replace('0000', '')}" for path in found
@@ -79,7 +79,9 @@ def start(lives) -> int:
 
 
 def continues(lives, whole, first: int, rel: float = 0, draws: bool = True) -> None:
-    """The losses and random numbers of the steps from ``first`` on are those of a life without a restart, to the bit."""
+    """The losses and random numbers of the steps after ``first`` equal a run without a restart
+    bitwise.
+    """
     assert start(lives) == first - 1
     for now, then in zip(lives, whole, strict=True):
         assert not draws or now["draws"] == {step: then["draws"][step] for step in now["draws"]}
@@ -97,7 +99,7 @@ def test_replaced_node_restores_bitwise_from_the_other_replica(cluster, undistur
     continues(lives, undisturbed, 5, draws=False)
     assert not list((cluster.run_dir / "checkpoints").glob("step-*"))
     assert said(lives, "loaded step-00000004 from memory")
-    # A new node gets a copy of its own after the first step; two are kept.
+    # A new node gets its copy after the first step; two copies are kept.
     assert cluster.copies("C") == ["5.place-0", "5.place-1", "6.place-0", "6.place-1"]
 
 
@@ -239,7 +241,7 @@ def test_full_memory_disables_copies_on_all_ranks_and_training_continues(cluster
 
 @pytest.fixture
 def small_tmpfs(cluster):
-    """Node B's memory: a file system of its own with 1 MiB."""
+    """Node B's memory: a separate file system of 1 MiB."""
     cluster.node("B").mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(cluster.node("B"))]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
@@ -308,7 +310,7 @@ def test_auto_enables_copies_where_workers_are_restarted(cluster):
 
 
 def _auto(run_dir, node, mesh):
-    # Rank 0's environment decides: that of the others may say anything.
+    # Rank 0's environment decides; the environments of the other ranks have no effect.
     given = {"TORCHELASTIC_MAX_RESTARTS": "3" if dist.get_rank() == 0 else "0"}
     with mock.patch.dict(os.environ, given):
         return life(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)

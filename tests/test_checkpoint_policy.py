@@ -1,4 +1,4 @@
-"""When a run saves, what it keeps, and what it does when saving or resuming fails."""
+"""Policy of saves, kept checkpoints, and failures of saves and resumes."""
 
 import copy
 import itertools
@@ -74,7 +74,9 @@ def complete(folder):
 
 
 def test_param_group_settings_are_restored_on_request(tmp_path):
-    """As one's own loop needs it whose scheduler multiplies the rate that it finds; a configuration holds otherwise."""
+    """A custom loop needs the saved settings if its scheduler multiplies the current rate;
+    otherwise the configuration applies.
+    """
     first = Small(tmp_path)
     halving = torch.optim.lr_scheduler.ExponentialLR(first.optimizer, 0.5)
     for _ in range(3):

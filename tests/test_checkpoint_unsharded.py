@@ -1,4 +1,6 @@
-"""States in memory leave a sharded model, whole or in parts, and come back; and what a rank holds meanwhile."""
+"""States in memory leave a sharded model, unsharded or as shards, and are loaded again; and the
+peak memory of a rank meanwhile.
+"""
 
 import copy
 import weakref
@@ -82,7 +84,9 @@ def through_torch(state, name):
 
 
 def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
-    """Gathers, gives everything to a fresh model of another seed, and compares what both do next."""
+    """Gather the states, load them into a fresh model of another seed, and compare the next steps
+    of both.
+    """
     mesh, model, optimizer = trained(mesh_sizes, config, name)
     state = full_state(model, optimizer, rank0_only=from_rank0, key_by=key_by)
     if bare and state:
@@ -134,7 +138,9 @@ def test_full_state_round_trips_through_an_unwrapped_model(ranks, name):
 
 
 def through_files(folder, mesh_sizes, config):
-    """Files of `save_full` and of a script in one process, read by each other. Returns what the script says."""
+    """Read files of `save_full` in a script of one process, and its files here. Returns the output
+    of the script.
+    """
     mesh, model, optimizer = trained(mesh_sizes, config)
     save_full(f"{folder}/ours.pt", model, optimizer, epoch=7, args={"lr": [1e-3]})
     first = dist.get_rank() == 0
@@ -171,7 +177,7 @@ def listed(state):
 
 
 class Rounded(torch.optim.SGD):
-    def step(self):  # with a state in bf16, whatever its parameters are in
+    def step(self):  # with a state in bf16, for parameters in any dtype
         super().step()
         for entries in self.state.values():
             entries["momentum_buffer"] = entries["momentum_buffer"].bfloat16()
@@ -194,7 +200,9 @@ def pair(seed, world):
 
 
 def several(folder, resumes):
-    """Whole states of a generator and a critic that were trained, or go on from the checkpoint, and come back from whole ones."""
+    """Full states of a generator and a critic that were trained or resumed from the checkpoint,
+    loaded again from full states.
+    """
     mesh, models, optimizers = pair(int(resumes), dist.get_world_size())
     checkpointer = Checkpointer(CheckpointConfig(), folder, mesh, models, optimizers)
     if checkpointer.restore() is None:
@@ -277,9 +285,12 @@ def wide(layers=6, dim=128):
 
 
 def peaks():
-    """In units of one whole parameter: what a rank holds at once while a state is gathered and while it is given back.
+    """Peak memory of a rank while a state is gathered and while it is loaded, in units of one
+    unsharded parameter.
 
-    The least of three times: a thread of gloo that has not run yet may hold a tensor that is done with."""
+    The least of three measurements: a thread of gloo that has not run yet may hold a finished
+    tensor.
+    """
     model, optimizer = wide()
     unit = 128 * 128 * 4
     found = []
@@ -406,7 +417,9 @@ def test_apply_gets_unsharded_parameters_and_sharded_modules_are_listed(ranks):
 
 
 def scheduled():
-    """Losses of steps 4 to 6 with a rate that is a tensor and that a scheduler multiplies: at once, and by other objects that go on."""
+    """Losses of steps 4 to 6 with a learning rate that is a tensor and that a scheduler
+    multiplies: without an interruption, and with new objects that resume.
+    """
 
     def made(seed):
         mesh, model, _ = build({"shard": 2}, {"strategy": "zero3"}, seed=seed)

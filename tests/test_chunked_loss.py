@@ -1,4 +1,6 @@
-"""The loss whose logits are never whole: as a function, on models of every kind, on every strategy, and its peak of memory."""
+"""The loss without full logits: as a function, on models of every kind, on every strategy, and its
+peak memory.
+"""
 
 import copy
 import itertools
@@ -278,7 +280,7 @@ def test_inputs_shorter_than_targets_use_unchunked_loss():
 
 
 class Otherwise(Capped):
-    """Makes its logits in another way, from what enters its head."""
+    """Compute the logits from the inputs of the head in a different way."""
 
     def __init__(self, logits) -> None:
         super().__init__()
@@ -394,7 +396,7 @@ def test_logits_are_unchanged_and_a_copy_uses_its_own_head():
 
 
 def _peak(run):
-    """The most bytes that are allocated at once while ``run`` runs, above what was there."""
+    """Return the peak of the bytes allocated while ``run`` runs, above the bytes allocated before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -29,7 +29,8 @@ from tools.cluster.traffic import theory
 ROOT = Path(__file__).resolve().parents[1]
 needs_nodes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-# Programs for the nodes. The listener tells what it hears, one line each: LISTENING, then the number of bytes and seconds.
+# Programs for the nodes. The listener prints one line for each event: LISTENING, then the number
+# of bytes and seconds.
 LISTEN = """
 import socket, sys, time
 server = socket.create_server(("", 7000))
@@ -73,7 +74,9 @@ def said(cluster: Cluster, node: int, after: int = 0) -> str:
 
 
 def await_text(cluster: Cluster, node: int, text: str, after: int = 0) -> int:
-    """Until the node's log has ``text`` beyond ``after`` characters. Returns how long the log is then."""
+    """Wait until the node's log has ``text`` beyond ``after`` characters. Returns the length of
+    the log.
+    """
     jobs.wait_for(lambda: text in said(cluster, node, after), 20.0)
     return len(said(cluster, node))
 
@@ -99,7 +102,7 @@ def conversation(cluster: Cluster) -> None:
 
 
 def sends_on(cluster: Cluster) -> None:
-    """Until node 1 has sent twenty times more: what it writes may pile up in its kernel."""
+    """Wait until node 1 has sent twenty more messages: its output may accumulate in its kernel."""
     sent = len(said(cluster, 1))
     for _ in range(20):
         sent = await_text(cluster, 1, "SENT", sent)
@@ -110,7 +113,7 @@ def root_links() -> str:
 
 
 def comes_to(pid: int, state: str) -> None:
-    """Until the process is in this state; a signal takes its time on a busy machine."""
+    """Wait until the process is in this state; signals are delivered late on a busy machine."""
     jobs.wait_for(lambda: psutil.Process(pid).status() == state, 10.0)
 
 
@@ -156,7 +159,8 @@ def test_traffic_counters_equal_sent_bytes(tmp_path):
             transfer(cluster, 0, receiver, size)
             return difference(cluster.counters(), begin)
 
-        # A receiver that gets no processor for a while is sent segments again: the least of three is what was sent.
+        # A receiver without a processor for a while gets segments again: the least of three
+        # measurements is the number of sent bytes.
         link = min(
             (sent(1, 5_000_000) for _ in range(3)),
             key=lambda each: each["node0"]["eth0"]["tx_bytes"],
@@ -208,12 +212,12 @@ def test_partition_heals_and_killed_node_loses_memory_and_connections():
     with Cluster(3) as cluster:
         conversation(cluster)
         cluster.partition(1)
-        sends_on(cluster)  # what came before is read by then
+        sends_on(cluster)  # earlier lines have been read by then
         heard = len(said(cluster, 0))
         sends_on(cluster)
         # one line may have been on its way
         assert "HEARD" not in said(cluster, 0, heard + 20)
-        transfer(cluster, 0, 2, 1000)  # the others go on
+        transfer(cluster, 0, 2, 1000)  # the other nodes continue
         cluster.heal(1)
         await_text(cluster, 0, "HEARD", len(said(cluster, 0)))
         assert "ERROR" not in said(cluster, 1)
@@ -231,7 +235,9 @@ def test_partition_heals_and_killed_node_loses_memory_and_connections():
 
 
 def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
-    """The tool with nodes whose job never ends, and its tag once the job runs on all."""
+    """Start the tool with nodes that run an endless job; return its tag once the job runs on all
+    nodes.
+    """
     words = ["run", "--output", str(tmp_path / "out"), *options, "--launcher", "none", "--"]
     words += ["sh", "-c", "echo FOLDER $TMPDIR; sleep 1000 & sleep 1001"]
     command = [sys.executable, "-m", "tools.cluster", *words]
@@ -320,7 +326,8 @@ def test_missing_root_or_programs_give_one_line(monkeypatch, capsys, tmp_path, m
     assert ("root" if missing == "root" else "ip, tc, unshare, nsenter") in said
 
 
-# Training. The sizes: 3.1 million parameters, so that gradients are 99 % of what crosses the link in a handful of steps.
+# Training. The sizes: 3.1 million parameters, so that gradients are 99 % of the link's traffic in
+# a handful of steps.
 SIZES = ("model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=16", "train.steps=8",
          "train.global_batch_size=4", "train.micro_batch_size=1", "checkpoint.enabled=false")  # fmt: skip
 
@@ -341,7 +348,7 @@ def test_two_nodes_train_like_one_and_send_the_predicted_bytes(ranks, folder):
     assert layout["parameters"] > 3e6
     expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
     for node in ("node0", "node1"):
-        # Heartbeats and what was sent twice come on top, and headers, the more the busier the machine is.
+        # Heartbeats, retransmissions and headers add to it, more on a busy machine.
         link = counted[node]["eth0"]
         assert expected < link["tx_bytes"] - 66 * link["tx_packets"] < 1.02 * expected
 

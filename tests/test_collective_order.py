@@ -66,7 +66,7 @@ class Gathers:
         except ConfigError as error:
             return str(error)
         finally:
-            # Every rank has issued or joined whatever another one has issued.
+            # Every rank has issued or joined every collective of the other ranks.
             for work in self.works:
                 work.wait()
             self.works.clear()

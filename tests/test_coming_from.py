@@ -43,7 +43,9 @@ class Row(NamedTuple):
 
 
 def read_rows() -> list[Row]:
-    """Of a section with tables, its rows; of one with entries in bold, what follows each of them."""
+    """Return the rows of a section with tables, or the text after each bold entry of a section
+    with entries in bold.
+    """
     rows: list[Row] = []
     for section in TABLES.split("\n## ")[1:]:
         origin = next((word for word in ORIGINS if section.startswith(word)), None)
@@ -82,7 +84,7 @@ def test_coming_from_python_cells_run(ranks, origin):
 
 
 def test_python_that_starts_and_ends_the_process_group():
-    """In this process, which has none; alone."""
+    """Runs without a pool, because this process has no process group."""
     for row in PYTHON:
         if "setup(" in row.code[0]:
             assert not dist.is_initialized()
@@ -98,7 +100,7 @@ BASE = (
     "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=32", "model.n_layers=2",
     "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
 )  # fmt: skip
-# a choice of a group replaces what is said of it
+# the choice of a group replaces its other entries
 IMPLIED = {"data": ("data.",), "model": ("model.",)}
 
 
@@ -145,7 +147,9 @@ def check_value(config: TrainConfig, word: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_coming_from_overrides_compose(folder, monkeypatch, origin):
-    """They compose, change what they say, and more than nothing unless they are the default."""
+    """The overrides compose, change the values that the page states, and have an effect unless
+    they are the default.
+    """
     monkeypatch.chdir(folder)
     default = jobs.config_of(BASE)
     for row in COMMANDS:

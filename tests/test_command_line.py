@@ -88,7 +88,9 @@ def open_place():
 
 
 def as_nobody(act) -> str:
-    """What an OSError says that ``act`` raises when another user does it; empty when it succeeds."""
+    """Return the message of the OSError that ``act`` raises for another user; empty if it
+    succeeds.
+    """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -242,7 +244,7 @@ def test_stopped_run_continues_from_its_checkpoint(folder):
 
 
 def test_unsupported_settings_under_torchrun_give_one_clear_message(folder):
-    """Reach a port that somebody else has; once it is free, run a sweep."""
+    """Use a port of another process; once the port is free, run a sweep."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 
     def refused(*words):

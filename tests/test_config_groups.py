@@ -1,4 +1,4 @@
-"""Groups of the configuration: experiments of one's own, and which choices a group has."""
+"""Groups of the configuration: custom experiments, and the choices of a group."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_experiments_are_swept_with_and_without_plus(own, plus):
     jobs = []
     run_sweep(["-m", own, f"{plus}experiment=big,small"], jobs.append)
     assert [job.config.train.steps for job in jobs] == [7, 3]
-    # The words of a job mean the same in a command of its own.
+    # The overrides of a job mean the same in a separate command.
     for job in jobs:
         assert compose(job.overrides).config.train.steps == job.config.train.steps
 

@@ -1,4 +1,6 @@
-"""Models whose constructors set initial values: they keep them, on every layout and through the train command."""
+"""Models with constructors that set initial values keep these values, on every layout and through
+the train command.
+"""
 
 import copy
 import math
@@ -40,7 +42,7 @@ class Feedforward(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Sets all weights from the root, and those of projections again; ties two."""
+    """Set all weights from the root, the weights of projections again, and tie two weights."""
 
     real = 0  # how many were built with values, in this process
 
@@ -119,7 +121,7 @@ def plain(build):
 
 
 def differing(model, expected):
-    """Names of what is not to the bit as in one process."""
+    """Names of tensors that are not bitwise equal to one process."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert named.keys() == expected.keys()
     whole = {name: training.whole(each) for name, each in named.items()}

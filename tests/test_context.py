@@ -1,4 +1,6 @@
-"""Sequences that are divided over a context axis: losses are those of one process, and a model that cannot be divided is refused."""
+"""Sequences divided over a context axis have the losses of one process, and a model that cannot be
+divided is refused.
+"""
 
 import copy
 from typing import Any
@@ -22,7 +24,7 @@ VOCAB, WIDTH, LENGTH = 53, 32, 24
 
 
 class Block(nn.Module):
-    """As in many scripts; ``how`` makes one that cannot be divided."""
+    """A block as in many scripts; ``how`` makes a block that cannot be divided."""
 
     def __init__(self, how: str, dropout: float, kv_heads: int) -> None:
         super().__init__()
@@ -91,7 +93,9 @@ def inputs_of(step: int, documents: bool) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def differences(sizes: dict[str, int], strategy: str, cases: list[dict[str, Any]]) -> list[float]:
-    """How much losses and gradient norms of `Model` differ from one process at most, over some steps; 1e9 for a refusal."""
+    """Return the largest differences of losses and gradient norms of `Model` from one process over
+    some steps; 1e9 for a refusal.
+    """
     mesh, found = build_mesh(MeshSpec(**sizes), strategy), []
     for case in cases:
         torch.manual_seed(1)
@@ -177,7 +181,9 @@ def test_two_context_ranks_compute_as_one_and_position_mixing_is_refused(ranks):
 
 
 def drawn(sizes: dict[str, int]) -> Any:
-    """What a forward with dropout gives on this rank, and the numbers that are drawn after it."""
+    """Return the output of a forward with dropout on this rank, and the random numbers drawn after
+    it.
+    """
     mesh = build_mesh(MeshSpec(**sizes), "zero3")
     torch.manual_seed(1)
     config = ParallelConfig("zero3", precision="fp64", activation_checkpointing="full")

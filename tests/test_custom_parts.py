@@ -1,4 +1,6 @@
-"""A script's own model outputs, loss and data through the train command: losses do not depend on the layout, and what would is refused."""
+"""Custom model outputs, losses and data through the train command: losses that do not depend on
+the layout; other losses are refused.
+"""
 
 import json
 from types import SimpleNamespace
@@ -24,7 +26,9 @@ VOCABULARY, LENGTH = 320, 16
 
 
 class NanoGPT(nn.Module):
-    """As nanoGPT: ``(logits, loss)``, a mean over targets that are not -1; without targets the last position alone."""
+    """A model like nanoGPT: ``(logits, loss)``, a mean over targets that are not -1; without
+    targets only the last position.
+    """
 
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -49,14 +53,16 @@ class NanoGPT(nn.Module):
 
 
 class Balanced(NanoGPT):
-    """With a term that is no mean over targets."""
+    """A loss with a term that is not a mean over targets."""
 
     def loss(self, logits, targets):
         return super().loss(logits, targets) + logits.mean().square()
 
 
 class Library(NanoGPT):
-    """As a model of transformers: labels are shifted inside, and -100 is none."""
+    """A model with the conventions of transformers: labels are shifted inside, and -100 is
+    ignored.
+    """
 
     def forward(self, input_ids, attention_mask=None, labels=None):
         logits = self.head(self.hidden(input_ids))
@@ -69,7 +75,7 @@ class Library(NanoGPT):
 
 
 class Answers:
-    """Sequences of which another number of labels counts each; of some, none."""
+    """Sequences with different numbers of valid labels, some with none."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -126,7 +132,7 @@ JOBS = {
     ),
 }  # fmt: skip
 LAYOUTS = {
-    # One micro-batch holds the global batch, so that what the model returns is the global mean.
+    # One micro-batch holds the global batch, so that the loss of the model is the global mean.
     "whole": (1, ("train.micro_batch_size=16",)),
     "hybrid": (4, ("strategy=hybrid", "mesh.replicate=2", "train.micro_batch_size=2")),
 }
@@ -144,7 +150,7 @@ def test_custom_loss_is_the_global_mean_on_any_layout(ranks, folder, job):
     for name, (count, more) in LAYOUTS.items():
         run = str(folder / name)
         ranks.run(count, jobs.run, str(folder), run, (*words, *more), 4)
-    # Goes on on another number of ranks, from step 4.
+    # Resume from step 4 on another number of ranks.
     for name in ("hybrid", "whole"):
         ranks.run(2, jobs.run, str(folder), str(folder / name), (*words, "strategy=zero3"), 2)
     expected = jobs.rows(folder / "whole")

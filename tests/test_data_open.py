@@ -116,7 +116,7 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume
     assert hashes(data, 10, ranks=4, start=30 * 12) == reference[30:]
     assert hashes(data, 40, ranks=5, allow_padding=True) == reference
     assert hashes(text(tmp_path, seed=4), 40, ranks=1) != reference
-    # Histories of runs are compared by them, so they are those of every earlier version.
+    # Histories of runs are compared by these hashes, so they equal the hashes of earlier versions.
     assert reference[:3] == [30091671390, 22012458000, 29384867113]
 
 
@@ -198,7 +198,7 @@ def test_a_damaged_cache_is_prepared_again(tmp_path, cache):
 
 
 def _in_child(function: Callable[[], Any]) -> tuple[int, int]:
-    """Forks; the child writes what the function returns. (process, read end)."""
+    """Fork a child that writes the result of the function. Returns (process, read end)."""
     end, start = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Preparing token shards: formats, bad input, determinism, and what a kill leaves behind."""
+"""Preparing token shards: formats, bad input, determinism, and the files after a kill."""
 
 import base64
 import gzip
@@ -280,7 +280,7 @@ def test_allowed_bad_rows_are_omitted_and_counted(tmp_path):
     prepared = run(tmp_path / "a.jsonl", tmp_path / "out", max_bad_rows=2)
     assert documents(prepared) == ["good"] * 3
     assert (prepared.manifest["bad_rows"], prepared.manifest["empty_documents"]) == (2, 0)
-    # A damaged file counts once, and what precedes the damage is kept.
+    # A damaged file counts once, and rows before the damage are kept.
     lines = b"".join(b"%d is a line\n" % number for number in range(60_000))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(lines)[:-2000])
     kept = documents(run(tmp_path / "b.txt.gz", tmp_path / "cut", max_bad_rows=1))
@@ -446,7 +446,7 @@ CARD = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """A folder beside a private file; no address may be contacted."""
+    """A folder next to a private file; no address may be contacted."""
     (tmp_path / "set").mkdir()
     (tmp_path / "private.jsonl").write_text(json.dumps({"text": SECRET}) + "\n")
     (tmp_path / "set" / "train.jsonl").write_bytes(GOOD)

@@ -1,4 +1,6 @@
-"""What stands in a sample: packing, padding, document boundaries, loss masks, mixtures, ends, and hashes."""
+"""Content of a sample: packing, padding, document boundaries, loss masks, mixtures, ends, and
+hashes.
+"""
 
 import random
 from collections import Counter
@@ -112,8 +114,8 @@ def test_padded_samples_hold_one_document_each_cut_at_the_length(tmp_path):
 
 @pytest.mark.parametrize("kind", [PackedSamples, PaddedSamples])
 def test_loss_mask_selects_targets(tmp_path: Path, kind: type) -> None:
-    """Prompts (mask 0) are inputs and never targets; a shard without masks beside one with them is all
-    targets.
+    """Prompts (mask 0) are inputs and never targets; a shard without masks next to a shard with
+    masks consists of targets only.
     """
     masks: list[list[list[int] | None]] = [[[0, 0, 1], None], [None]]
     split = write_split(tmp_path, [[[10, 11, 12], [13, 14]], [[15, 16]]], masks)

@@ -1,4 +1,6 @@
-"""The other commands of README.md and docs/, those that start no job, run as they stand on a run and a corpus that are there."""
+"""The commands of README.md and docs/ that start no job run unchanged on an existing run and
+corpus.
+"""
 
 import os
 import re
@@ -36,7 +38,7 @@ def commands() -> dict[str, list[str]]:
     for page in PAGES:
         for line in lines_of(page):
             if PROGRAM.match(line):
-                # What stands in brackets may be left out.
+                # Arguments in brackets may be omitted.
                 text = re.sub(r"\[[^\]]*\]", "", line.strip())
                 words = shlex.split(os.path.expandvars(text), comments=True)
                 found[f"{page.name}: {' '.join(words)}"] = words
@@ -88,7 +90,7 @@ def test_commands_were_found_and_every_skip_reason_is_needed():
 
 @pytest.mark.extras
 def test_documented_commands_run(workspace):
-    # In the order of the pages: some read what the one before has written.
+    # In the order of the pages: some commands read the files of the previous command.
     for number, words in enumerate(RUN_HERE.values()):
         words = [CHOSEN.get(word, word) for word in words[words.index("-m") + 1 :]]
         for taken in NEW:
@@ -98,7 +100,7 @@ def test_documented_commands_run(workspace):
     assert (workspace / "tokens" / "manifest.json").exists()
 
 
-# What a job needs that is not here: data, weights, code or nodes of the reader.
+# Requirements of a job that are missing here: data, weights, code or nodes of the reader.
 NEEDED = ("path=", "target=", "model=hf", "rdzv_endpoint", "llama_8b", "my_hooks", "load=", "plan.")
 SHORT = ["train.steps=3", "launch.nproc_per_node=4", "model.max_seq_len=128"]
 

@@ -21,7 +21,9 @@ def quoted(text: str) -> list[str]:
 
 @functools.cache
 def templates() -> list[str]:
-    """Every text of the package's source, with ``…`` for what is filled in when it is raised."""
+    """Every text of the package's source, with ``…`` for the values that are filled in when it is
+    raised.
+    """
     found = []
     for path in (ROOT / "parallel2d").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -35,8 +37,9 @@ def templates() -> list[str]:
 
 
 def is_in_source(message: str) -> bool:
-    """Whether one text of the source has the fixed parts of ``message``, in their order and with
-    the same words between them; ``…`` stands for any words."""
+    """Return True if a text of the source has the fixed parts of ``message``, in their order and
+    with the same words between them; ``…`` stands for any words.
+    """
     parts = [re.escape(part) for part in message.split("…")]
     pattern = re.compile(".*".join(parts))
     return any(pattern.search(template) for template in templates())

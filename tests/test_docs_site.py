@@ -43,8 +43,8 @@ QUESTIONS = {
     "How do I export to Hugging Face?": "--to hf writes the folder that from_pretrained takes",
     "How do I run a sweep?": "-m optimizer.lr=1e-3,1e-2",
 }
-# One of the elements that hold the article, if it has to be scrolled sideways or reaches beyond the
-# window, and what in it is widest. The theme gives the scroll bar to `.content`, not to the body.
+# An element of the article that has to be scrolled sideways or reaches beyond the window, and its
+# widest child. The theme gives the scroll bar to `.content`, not to the body.
 TOO_WIDE = """(() => {
   const width = window.innerWidth, article = document.querySelector("article");
   for (let node = article.closest(".content"); node; node = node.parentElement) {
@@ -72,7 +72,7 @@ def pages_linked_in(site: Path, page: str) -> set[str]:
 
 @pytest.mark.extras("sphinx", "myst_parser", "furo")
 def test_every_page_is_built_and_linked_from_the_first(site):
-    """In the navigation; and by links in the text, from page to page."""
+    """Pages are linked in the navigation, and by links in the text from page to page."""
     sources = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     pages = {str(path.with_suffix(".html")) for path in sources} - {"index.html"}
     index = (site / "index.html").read_text()

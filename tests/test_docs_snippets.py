@@ -63,7 +63,7 @@ def summed_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def names_of(code: str) -> dict[str, Any]:
-    """What the block uses and does not make itself."""
+    """Return the names that the block uses and does not define."""
     used = set(re.findall(r"\w+", code))
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
     names |= {name: kind for name, kind in vars(config_module).items() if isinstance(kind, type)}
@@ -80,7 +80,7 @@ def names_of(code: str) -> dict[str, Any]:
     mesh = build_mesh(MeshSpec(replicate=dist.get_world_size(), shard=1), "hybrid")
     torch.manual_seed(0)
     names |= {"mesh": mesh, "module": MyModel(), "rank": dist.get_rank(), "bare": MyModel()}
-    # These two take the plain module; the others what parallelize has made of it.
+    # These two take the plain module; the other functions take the result of parallelize.
     if "broadcast_from" in used or "certify" in used:
         names["model"] = MyModel()
         names["state"] = MyModel().state_dict()

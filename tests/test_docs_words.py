@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A fenced block with its language, or an indented one
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)", re.DOTALL | re.MULTILINE)
-# The words of a job follow one of these, whatever starts it.
+# The overrides of a job follow one of these commands.
 PROGRAM = re.compile(r"(?:python -m |-m |^)parallel2d[. ](?:train|certify|plan)(?= |$)")
 # In the place of words that the reader chooses
 ELLIPSES = ("...", "…", "<any", "overrides>", "[--list]")
@@ -34,8 +34,9 @@ def lines_of(page: Path) -> list[str]:
 
 
 def words_of(line: str) -> list[str] | None:
-    """The words of the job that ``line`` starts, of a sweep those of its first job; None for
-    another program."""
+    """Return the overrides of the job that ``line`` starts (of the first job of a sweep); None for
+    another program.
+    """
     found = PROGRAM.search(line.strip())
     if found is None:
         return None
