@@ -1,5 +1,6 @@
-"""The examples run, on several ranks, and do what they claim. `own_loop.py` is run in `test_command_line.py`, `ray_train.py` in
-`test_ray.py`."""
+"""The examples run on several ranks and give the results that they claim. `own_loop.py` is run in
+`test_command_line.py`, `ray_train.py` in `test_ray.py`.
+"""
 
 import functools
 import importlib.util
@@ -129,7 +130,7 @@ HOOKS = {"mlflow": "mlflow_hook:MLflowHook", "wandb": "wandb_hook:WandbHook"}
 
 
 def hooked(folder: Path, steps: int) -> None:
-    """A whole job with the hooks of the examples, that goes on where there is a run already."""
+    """Run a complete job with the hooks of the examples; it resumes an existing run."""
     hooks = [
         f"{{hook: '{HOOKS[name]}', every: 2}}" for name in HOOKS if importlib.util.find_spec(name)
     ]
@@ -146,7 +147,7 @@ def hooked(folder: Path, steps: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Key -> steps at which the hooks log it
+# Key -> steps that the hooks log
 LOGGED = {"loss": (2, 4, 6), "grad_norm": (2, 4, 6), "validation/loss": (3, 4, 6)}
 
 

@@ -1,4 +1,6 @@
-"""Values between ranks: the types that arrive are those that were sent, and nothing that arrives runs."""
+"""Values between ranks arrive with the types that were sent, and received values are never
+executed.
+"""
 
 import json
 import math

@@ -1,7 +1,7 @@
-"""Files from somebody else, changed at random: whatever is in them, there is one message, soon, in little memory.
+"""Untrusted files, changed at random: any content gives one message, in bounded time and memory.
 
-`MUTATIONS` of each kind run by default; ``PARALLEL2D_MUTATIONS`` says how many in the soak test. A failure prints the seed that makes
-the same file again.
+`MUTATIONS` of each kind run by default; ``PARALLEL2D_MUTATIONS`` sets the number for the soak
+test. A failure prints the seed that makes the same file again.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def header(folder: Path, random: random.Random) -> None:
 def saved(folder: Path, random: random.Random) -> None:
     path = random.choice((folder / "archive.pt", folder / "stream.pt"))
     path.write_bytes(mutated_bytes(path.read_bytes(), random))
-    # Each reads the file in a process of its own.
+    # Each file is read in a separate process.
     convert = ["convert", str(path), str(folder / "out.safetensors")]
     assert checkpoint_command(random.choice((["inspect", str(path)], convert))) in (0, 1, 2)
 
@@ -282,7 +282,9 @@ _MAKE = {
 
 
 def fuzzed(kind: str, original: Path, folder: Path, seed: int, number: int) -> tuple[float, int]:
-    """Seconds of the processor of the slowest, its child's too, and the bytes by which memory has grown at its highest."""
+    """Processor seconds of the slowest file, with its child's, and the largest growth of memory in
+    bytes.
+    """
     slowest, before = 0.0, peak_memory(from_now=True)
     for index in range(number):
         shutil.rmtree(folder, ignore_errors=True)
@@ -301,7 +303,7 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
     seed = int(os.environ.get("PARALLEL2D_SEED", "1"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        KINDS[kind](shutil.copytree(original, folder), random.Random(1))  # loads what it needs
+        KINDS[kind](shutil.copytree(original, folder), random.Random(1))  # loads its imports
         slowest, grown = fuzzed(kind, original, folder, seed, number)
     print(
         f"{kind}: {number} mutations, slowest {slowest:.2f} s, {grown / 2**20:.0f} MiB more memory"
@@ -332,4 +334,4 @@ def test_unsorted_document_ends_are_refused(original, tmp_path, ends):
 @pytest.mark.parametrize("kind", ["layout", "rows"])
 def test_report_of_mutated_files_is_built_or_refused(original, tmp_path, kind, monkeypatch):
     monkeypatch.setitem(globals(), "REPORTS", (page,))
-    fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises what page raises
+    fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises the exceptions of page

@@ -1,4 +1,6 @@
-"""Every gradient lands in its own parameter, whatever ranks and micro-batches use which: all compared with one plain process."""
+"""Every gradient arrives in its parameter for any use of parameters by ranks and micro-batches:
+all compared with one plain process.
+"""
 
 import contextlib
 import copy
@@ -23,7 +25,7 @@ def batch(route):
 
 
 def expected_gradients(model, data_ranks, shards, micros, step):
-    """Of the mean over the data ranks of the sum over micro-batches, in one process."""
+    """Gradients of the mean over the data ranks of the sum over micro-batches, in one process."""
     for rank in range(data_ranks):
         for micro in range(micros):
             route = Route(rank, rank // shards, micro, step)
@@ -46,7 +48,7 @@ def largest_difference(model, expected):
 
 
 def backward_passes(model, routes, mode):
-    """One global batch, through `accumulate` or in a loop of one's own."""
+    """Process one global batch, through `accumulate` or in a custom loop."""
     forward = type(model).loss
     if mode.startswith("own_"):
         how = mode.removeprefix("own_")
@@ -109,7 +111,9 @@ ALL_CASES = (0, 3, 4)  # hybrid, hybrid_full, ddp
 
 
 def runs(number, name):
-    """Whether a layout runs a case: those of `ALL_CASES` all that they can, the others a third in turn."""
+    """True if a layout runs a case: cases of `ALL_CASES` run on every possible layout, the other
+    cases on a third of them in turn.
+    """
     sizes, _, bucketing = LAYOUTS[number][:3]
     # Ranks of a shard group have to choose the same groups of modules.
     if bucketing == "layer" and sizes["shard"] > 1:

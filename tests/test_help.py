@@ -203,7 +203,9 @@ def test_version_option_prints_the_package_version(main, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_command_finds_a_model_in_the_current_folder(tmp_path):
-    """As `python -m` does; the script of a package has its own folder in the place of this one."""
+    """`python -m` searches the current folder; the script of a package searches its own folder
+    instead.
+    """
     (tmp_path / "here.py").write_text("from torch.nn import Embedding")
     words = ["model=custom", "model.target=here:Embedding", "plan.dry_run=true"]
     words += ["model.arguments={num_embeddings: 320, embedding_dim: 320}", "plan.verify=false"]

@@ -1,4 +1,6 @@
-"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes."""
+"""Hooks: their arguments and requests on every rank; an error on one rank; samples of text from
+the model.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +24,7 @@ from parallel2d.training.trainer_parts import LoopCallbacks
 
 
 class Giving(Hook):
-    """Metrics of its own, on all ranks, on one, and after a validation."""
+    """Return custom metrics, on all ranks, on one rank, and after a validation."""
 
     def start(self, run, step):
         return {"begun_on": float(run.rank), "level": -1.0}
@@ -45,7 +47,7 @@ def test_hook_metric_is_the_mean_over_reporting_ranks(ranks, folder):
     assert [row["accuracy"] for row in rows] == [1 / 4] * 4
     assert [row["only"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]
-    # What was given before the first step counts in it, unless the step gives it too.
+    # Metrics from before the first step count in it, unless the step returns them too.
     assert [row.get("begun_on") for row in rows] == [0.5, None, None, None]
     assert [row["level"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     worst = [row.get("validation/worst") for row in rows]
@@ -103,7 +105,7 @@ def test_request_of_one_rank_is_followed_by_all(ranks, folder):
     assert ends == [(5, "stopped after step 5 by a hook: enough")] * 2
     saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000003", "step-00000005"]
-    # Each rank is told of an asynchronous save once it is published.
+    # Each rank is notified of an asynchronous save once it is published.
     for rank in (0, 1):
         assert [call[1] for call in calls_of(folder, rank) if call[0] == "save"] == [3, 5]
     rows = jobs.rows(folder / "run")
@@ -200,7 +202,7 @@ class Returning(Hook):
 
 
 def call_once(hooks):
-    """As the trainer does after a step that was saved."""
+    """Call the hooks as the trainer does after a saved step."""
     config = SimpleNamespace(data=SimpleNamespace(validation={"wiki": {}}))
     calls = HookCalls(hooks, SimpleNamespace(rank=dist.get_rank(), config=config))
     calls.saved(2, "step-00000002")
@@ -244,14 +246,14 @@ def test_invalid_hook_gives_one_message(entries, message):
 
 class Misspelt(Hook):
     def send(self, text):
-        """A method of its own."""
+        """A custom method."""
 
     def on_step(self, run, step, metrics):
         pass
 
 
 class Keeping(SampleText):
-    """Keeps what it shows, by step, on every rank."""
+    """Record the displayed values by step, on every rank."""
 
     shown: dict
 
@@ -384,7 +386,7 @@ def command(folder, monkeypatch):
 
 
 class FailingInside(SampleText):
-    """Rank 1 raises before a forward in which the other waits for it."""
+    """Rank 1 raises before a forward while the other rank waits for it in the forward."""
 
     def _next(self, *given):
         if dist.get_rank() == 1:

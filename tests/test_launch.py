@@ -1,4 +1,6 @@
-"""Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
+"""Launching without a cluster: restarts and their limits, sizes of a mesh with changing nodes,
+listening addresses.
+"""
 
 import contextlib
 import gc
@@ -144,7 +146,9 @@ def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 
 def test_first_killed_worker_is_the_cause():
-    """Of ranks that lost a connection by it, and of those that the launcher has ended since."""
+    """The cause is not a rank that lost a connection because of it, nor a rank that the launcher
+    has ended since.
+    """
     server, killed, ended = (RankFailure(0, code, None) for code in (LOST, -9, -15))
     error = RankError("Connection closed by peer", 1.0, False, False)
     cut, own = (RankFailure(1, 1, replace(error, text=text)) for text in (error.text, "mine"))
@@ -359,7 +363,7 @@ STORE = (sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.
 
 @pytest.fixture
 def store_command(secret):
-    """The process of a store of its own, and its address."""
+    """The process of a separate store, and its address."""
     with subprocess.Popen([*STORE, "0"], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
@@ -371,7 +375,7 @@ def store_command(secret):
 
 @pytest.fixture
 def silent_store(store_command, secret, monkeypatch):
-    """A client of a store whose process has been stopped: it keeps its connections and never answers."""
+    """A client of a stopped store process: it keeps its connections and never answers."""
     process, address = store_command
     client = StoreClient(address, secret, timeout_s=60.0)
     client.set("before", "here")
@@ -381,7 +385,7 @@ def silent_store(store_command, secret, monkeypatch):
     threads = threading.enumerate()
     yield client
     process.kill()
-    # What they print is printed in this test.
+    # The output of the processes is printed in this test.
     for waiting in set(threading.enumerate()) - set(threads):
         waiting.join(10.0)
 
@@ -457,7 +461,7 @@ def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     with pytest.raises(PermissionError, match="belongs to user"):
         folders.make_own(str(folder))
     squatted = Path(folders.around(str(tmp_path)))
-    squatted.mkdir()  # of the user who runs this test, as that of another
+    squatted.mkdir()  # another user's folder, for the user of this test
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with (

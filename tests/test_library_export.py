@@ -129,7 +129,7 @@ def test_export_of_any_layout_loads_with_its_tokenizer(ranks, tmp_path, kind, la
     given += [f"data.tokenizer={tokenizer}", "data.end_token=EOS", "data.validation_fraction=0"]
     ranks.run(4, jobs.run, str(tmp_path), str(run), given, 2)
     assert convert(run, tmp_path / "out") == 0
-    # What was trained, read without any of the conversion.
+    # The trained weights, read without the conversion code.
     assert main(["convert", str(run), str(tmp_path / "plain.pt")]) == 0
     base.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
     found = loaded(tmp_path / "out", kind)

@@ -1,4 +1,6 @@
-"""The model itself: who sees whom, what a rotation preserves, how many parameters each configuration has."""
+"""The model: attention masks, invariants of the rotation, and the number of parameters of each
+configuration.
+"""
 
 import jobs
 import pytest

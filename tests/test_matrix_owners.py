@@ -1,4 +1,6 @@
-"""Muon's matrices: each is worked on by one rank, the work is divided evenly, and updates are those of one process on any layout."""
+"""Muon's matrices: each matrix is updated by one rank, the work is divided evenly, and updates
+equal one process on any layout.
+"""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +30,7 @@ from parallel2d.training.optimizer.matrix_owners import MatrixOwners
 
 STEPS = 2
 SAMPLES = 12
-# Two tensor ranks divide it, two shard ranks do not divide what these have.
+# Two tensor ranks divide it; two shard ranks do not divide these matrices.
 TENSOR_INNER = 6
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 # Ranks, mesh, strategy, limits of a round and of a batch in bytes
@@ -125,13 +127,13 @@ def test_each_matrix_is_updated_on_one_replica_with_updates_of_one_process(ranks
     expected = expected_weights(layout)
     for weights, _ in found:
         assert largest_difference(weights, expected) <= 1e-10
-    # Those of hybrid_full divide the work.
+    # Ranks of hybrid_full divide the work.
     together = count if strategy == "hybrid_full" else count // sizes.get("replicate", 1)
     for first in range(0, count, together):
         of_replica = [iterated for _, iterated in found[first : first + together]]
         iterated = list(itertools.chain.from_iterable(of_replica))
         assert sorted(iterated) == sorted(trained_matrices(layout) * STEPS)
-        # Nobody is without work while there are matrices.
+        # Every rank has work while matrices remain.
         assert sum(map(bool, of_replica)) == min(together, len(trained_matrices(layout)))
 
 
@@ -171,7 +173,7 @@ def test_owners_are_the_same_on_all_ranks_and_have_equal_work(ranks):
             flops = muon.iteration_flops(torch.Size(shape), 5)
             work[owner] = work.get(owner, 0.0) + flops
             in_round[owner] = in_round.get(owner, 0) + 2 * shape[0] * shape[1]
-        # A matrix of 86 MiB is in a round of its own.
+        # A matrix of 86 MiB has a separate round.
         assert max(in_round.values()) <= max(matrix_owners.ROUND_BYTES, 2 * 11008 * 4096)
     assert len(work) == 4
     assert max(work.values()) <= 1.1 * sum(work.values()) / 4

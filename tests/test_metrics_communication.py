@@ -84,7 +84,7 @@ def measure(
     finally:
         meter.remove()
     if shape.tensor > 1:
-        # Latencies alone depend on it. With bf16 an eighth too many are predicted.
+        # Only latencies depend on it. With bf16 an eighth too many are predicted.
         passes = meter.ring_passes_over("tensor")
         assert 0 < passes <= predicted_passes <= 1.125 * passes
     dist.all_reduce(sums)
@@ -138,7 +138,8 @@ SELDOM = {
     "context_tensor": ({"context": 2, "tensor": 2}, {"strategy": "zero3", "activation_checkpointing": "full"}, 2),
     # groups of several modules
     "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}, 2),
-    # Recomputation would otherwise gather in its forwards what backward has done with.
+    # Otherwise recomputation would all-gather in its forwards after backward has freed the
+    # parameters.
     "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
     "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}, 2),
@@ -203,7 +204,7 @@ def public_attributes() -> list[dict[str, int]]:
 
 
 def leave_torch_alone() -> list[bool]:
-    """Whether torch is the same while a meter is installed, and after it."""
+    """True if torch is unchanged while a meter is installed and after it."""
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     before = public_attributes()
     meter = CommunicationMeter(mesh).install()
@@ -249,7 +250,7 @@ def test_meter_counts_axis_groups_without_control_traffic(ranks):
     ranks.run(2, count_by_group)
 
 
-# Ways to wait for an all-reduce, by the axis over which it runs
+# Ways to wait for an all-reduce, by its axis
 WAYS = {
     "synchronous": ("shard", lambda tensor, group: dist.all_reduce(tensor, group=group)),
     "asynchronous": ("shard", lambda tensor, group: metering.wait(dist.all_reduce(tensor, group=group, async_op=True), group)),

@@ -1,4 +1,4 @@
-"""What is said when memory runs out, from the errors that torch and numpy raise for it."""
+"""Messages of an out-of-memory error, from the errors that torch and numpy raise for it."""
 
 import numpy
 import pytest

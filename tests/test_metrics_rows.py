@@ -1,4 +1,4 @@
-"""What rows, warnings, console lines and event files say, from given numbers."""
+"""Rows, warnings, console lines and event files from given numbers."""
 
 import contextlib
 import fcntl
@@ -114,7 +114,9 @@ SHOWN = {
 
 
 def on_a_terminal(mode, row):
-    """What a display of that mode writes to a terminal of 80 columns, without its control sequences."""
+    """Return the output of a display of that mode on a terminal of 80 columns, without its control
+    sequences.
+    """
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     script = (
@@ -245,7 +247,7 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
         "_hparams_/experiment",
         "_hparams_/session_start_info",
     }
-    # Each axis with several ranks has a folder, and so a colour, of its own.
+    # Each axis with several ranks has a separate folder, and thus a separate colour.
     folders = [path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()]
     assert sorted(folders) == ["replicate", "shard"]
     for axis in folders:

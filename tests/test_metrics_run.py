@@ -23,7 +23,7 @@ from parallel2d.training.run_directory.start import read_segments
 
 
 def records(run_dir):
-    """What tells how a run was made, by path in it."""
+    """Files that record the setup of a run, by path in its directory."""
     found = [*run_dir.glob("*.json*"), *run_dir.glob(".hydra/*"), *run_dir.glob("checkpoints/**/*")]
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in found if path.is_file()}
 
@@ -33,7 +33,7 @@ ON_TWO = (*SMALL, "launch.nproc_per_node=2", "strategy=zero3", "train.validate_e
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with ``run``, five steps on two ranks, and what the command said of it."""
+    """A folder with ``run``, five steps on two ranks, and the output of the command."""
     place = tmp_path_factory.mktemp("trained")
     (place / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(20000)))
     words = (
@@ -156,7 +156,9 @@ def test_stopped_rank_is_named_after_the_timeout(folder):  # noqa: F811
 
 
 def agreements_of_each_step(folder, run_dir):  # noqa: F811
-    """How many all-reduces each step makes; over the shard axis alone there are no others than agreements."""
+    """Return the number of all-reduces of each step; with only the shard axis all of them are
+    agreements.
+    """
     counts, plain = [0], dist.all_reduce
 
     def counted(*arguments, **options):
@@ -187,8 +189,9 @@ def test_unmeasured_communication_writes_no_rows(ranks, folder):  # noqa: F811
 
 
 def train_without_room(folder, run_dir, fault):  # noqa: F811
-    """Six steps; between the second and the fourth rank 0 has no room left on the disk, or after the second the directory is gone. What
-    was said of it."""
+    """Train six steps and return the log; rank 0 has no space left on the disk between the second
+    and the fourth step, or the directory is deleted after the second.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def after_step(trainer):
@@ -255,7 +258,7 @@ class Paced(nn.Module):
 
 
 def train_paced(folder, slow, name="run"):  # noqa: F811
-    """What the recorder of rank 0 warned of, in a run of 20 steps."""
+    """Warnings of the recorder of rank 0 in a run of 20 steps."""
     words = ("model=custom", f"model.target={__name__}:Paced", f"+model.arguments.slow={slow}")
     words += ("checkpoint.enabled=false", "strategy=zero3", "bucketing=layer")
     with logged("parallel2d.training.metrics.recorder", logging.WARNING) as said:

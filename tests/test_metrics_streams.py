@@ -1,4 +1,6 @@
-"""Exposed seconds on GPU, on streams that are simulated: each has a clock of its own, and an event is a moment on it."""
+"""Exposed seconds on GPU, on simulated streams: each stream has a separate clock, and an event is
+a moment on the clock.
+"""
 
 import pytest
 
@@ -55,7 +57,7 @@ def device():
 
 
 def issue(device, stream, axis, seconds):
-    """As sharding does it: the collective runs in a stream of its own; returns its end."""
+    """Issue a collective in a separate stream, as FSDP does; return its end."""
     device.current = stream
     device.waits.around(axis, lambda: stream.run(seconds))
     device.current = device.compute

@@ -146,7 +146,7 @@ def _optimizer_first(sharded_later):
 
 
 def _other_torch(_):
-    with pytest.MonkeyPatch.context() as patch:  # the worker goes on to other tests
+    with pytest.MonkeyPatch.context() as patch:  # the worker continues with other tests
         if torch.distributed.get_rank() == 1:
             patch.setattr(torch, "__version__", "2.99.0")
         _sharded()
@@ -423,7 +423,7 @@ def _raw_errors():
     model = parallelize(plain, mesh, ParallelConfig("zero3"))
     told.append(refusal(model.load_state_dict, state))
     parallel2d.load_state(model, state if dist.get_rank() == 0 else None)
-    # What the model has given itself is still taken.
+    # Arguments that the model sets itself are still accepted.
     model.load_state_dict(model.state_dict())
     return told
 

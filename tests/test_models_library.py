@@ -1,4 +1,6 @@
-"""Models that nobody here wrote: Hugging Face's, and torch's own transformer, equal their single-process runs on every layout."""
+"""Models of third parties: Hugging Face's, and torch's own transformer, equal their single-process
+runs on every layout.
+"""
 
 import json
 import re
@@ -337,7 +339,7 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     found = ModelLoss(config, parts).value(parts.module, tokens, targets)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     changed = tokens.clone()
-    changed[:, 6:] = 1  # what comes later than a token has no part in its prediction
+    changed[:, 6:] = 1  # later tokens have no part in the prediction
     assert torch.equal(parts.module(changed).logits[:, :3], logits[:, :3])
 
 

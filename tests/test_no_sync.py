@@ -1,4 +1,6 @@
-"""`no_sync`: what runs on which axis inside and after it, that it adds up as `accumulate` does, and what an exception leaves: nothing."""
+"""`no_sync`: collectives of each axis inside and after it, gradients equal to `accumulate`, and no
+gradients after an exception.
+"""
 
 import pytest
 import torch
@@ -73,7 +75,7 @@ GROUPS = 3  # two blocks and the root
 def test_each_axis_sends_the_bytes_of_its_accumulation_mode(
     ranks, mode, inside_shard, inside_replicate
 ):
-    """And `zero_grad` drops what is left of a micro-batch."""
+    """In addition, `zero_grad` drops the remainder of a micro-batch."""
     for (accumulated, inside, after, alone), equal, size in ranks.run(4, _counted, mode):
         # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
         whole, part = (GROUPS, size), (1, size // 2)

@@ -1,4 +1,6 @@
-"""Offloading to CPU and float8: what can be seen without a GPU. Both are refused here; their parts run on CPU."""
+"""Offloading to CPU and float8, tested without a GPU. Both are refused here; their parts run on
+CPU.
+"""
 
 import copy
 import sys
@@ -71,7 +73,9 @@ def test_float8_needs_products_in_bf16():
 
 
 def _offloaded():
-    """The engine's offloading on CPU tensors, whose copies do nothing: a step with accumulation and clipping, beside plain PyTorch."""
+    """Train a step with accumulation and clipping with the engine's offloading on CPU tensors,
+    where copies do nothing; compare with plain PyTorch.
+    """
     torch.manual_seed(3)
     blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
     model = nn.Sequential(nn.Linear(6, 8), *blocks)
@@ -108,7 +112,7 @@ def test_offloaded_parameters_train_as_on_the_device(ranks):
 @pytest.mark.extras("torchao")
 def test_float8_replaces_layers_of_blocks_and_keeps_names():
     with build_on_meta():
-        # 40 is no multiple of 16: the feed-forward stays
+        # 40 is not a multiple of 16: the feed-forward keeps its layer
         model = training.build_llama(n_layers=2, hidden_dim=40)
     names = list(dict(model.named_parameters()))
     precision = PrecisionConfig(float8="rowwise", float8_exclude=["layers.0.attention.wo"])

@@ -1,4 +1,6 @@
-"""Optimizers: on any layout they do what plain torch does on one process; parameter groups; what they send; saved and resumed."""
+"""Optimizers equal plain torch in one process on any layout; parameter groups; their traffic;
+saves and resumes.
+"""
 
 import copy
 import json
@@ -60,7 +62,9 @@ def rate(config: OptimizerConfig, step: int) -> float:
 def train(
     layout: str, config: OptimizerConfig, first: int = 1, last: int = STEPS, folder: str = ""
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses and whole weights in fp64; with ``folder`` it goes on from there before ``first``, and saves after ``last``."""
+    """Return losses and unsharded weights in fp64; with ``folder`` resume from there before
+    ``first``, and save after ``last``.
+    """
     _, mesh_sizes, strategy = LAYOUTS[layout]
     seed = 0 if first == 1 else 9
     mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"}, seed=seed)
@@ -79,7 +83,9 @@ def train(
 
 
 def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """torch's own, with the groups written out by hand. ``group["scale"]`` is what the rate is multiplied with."""
+    """torch's optimizers, with the groups written out by hand. ``group["scale"]`` multiplies the
+    learning rate.
+    """
 
     def settings(name: str, parameter: torch.Tensor) -> tuple[float, float]:
         if config.groups and ".wq." in name:

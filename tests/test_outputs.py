@@ -15,7 +15,9 @@ WIDTH = 8
 
 
 class Stale(nn.Linear):
-    """A view whose base changes after it was taken: torch dies by SIGSEGV when a hook is set on it."""
+    """A view of a base that changes after the view was taken: torch dies by SIGSEGV when a hook is
+    set on the view.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         base = super().forward(torch.tanh(x))
@@ -47,7 +49,7 @@ class Net(nn.Module):
             if isinstance(y, dict):
                 assert y["name"] == "several"
                 y = torch.cat([y["parts"][0], y["parts"][1][0]], 1)
-            y += x  # in place: on what the layer returned
+            y += x  # in place: on the output of the layer
             x = y
         return x[:, 1:]
 

@@ -49,7 +49,7 @@ def test_unwritable_run_directory_is_an_error(tmp_path):
 
 
 class TakingOver(Hook):
-    """While the third step is in its hooks, another start goes on after the first."""
+    """While the third step is in its hooks, another start continues after the first step."""
 
     def step(self, run, step, metrics):
         if step == 3:
