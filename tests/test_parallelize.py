@@ -31,7 +31,7 @@ from parallel2d.parallel.model_structure import find_blocks
 
 
 class Gate(nn.Module):
-    """A module with a parameter of its own beside its children's."""
+    """A module with a direct parameter in addition to the parameters of its children."""
 
     def __init__(self, dim):
         super().__init__()
@@ -173,7 +173,9 @@ def test_blocks_are_found_by_structure():
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """What reaches the process groups of the axes, by kind: how often, and how many elements of this rank's input."""
+    """Count the collectives of the process groups of the axes by kind, with the number of elements
+    of this rank's input.
+    """
 
     KINDS = ("allgather", "reduce_scatter", "allreduce", "alltoall")
 
@@ -271,7 +273,7 @@ def test_meta_models_are_materialized_with_buffers_and_reset_parameters(ranks):
 
 
 def _without_values():
-    """What is said of models that have no values, or others on each rank."""
+    """Return the errors for models without values, or with different values on each rank."""
     mesh = build_mesh(MeshSpec(), "hybrid")
     with build_on_meta():
         strange, bare = Strange(), nn.Linear(4, 4)
@@ -295,7 +297,7 @@ def _mixed_norms(norm_types):
     mesh = build_mesh(MeshSpec(tensor=2), "hybrid")
     with build_on_meta():
         model = training.build_llama()
-    # One block's feed-forward alone is split.
+    # Only one block's feed-forward is split.
     plan = {
         "layers.*.feed_forward.w[13]": "colwise",
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Replicate()),

@@ -33,7 +33,7 @@ def compare(
     optimizer: OptimizerConfig = ADAMW,
     accumulation: int = 1,
 ) -> StateBytes:
-    """Asserts that the first rank of the real model has what is computed; returns that."""
+    """Assert that the first rank of the real model has the computed states; return these states."""
     with build_on_meta():
         plain = MODELS[name]()
     layout = layout_of(plain, sizes, config, optimizer, accumulation)
@@ -41,8 +41,9 @@ def compare(
     computed = state_bytes(layout)
     assert computed == real.states
     predicted = predicted_bytes(layout)
-    # Muon's bytes are a mean over the ranks, DiLoCo adds norms, and rows of odd sizes are padded to
-    # the replicas that split the updates: large only beside models as small as these.
+    # Muon's bytes are a mean over the ranks, DiLoCo adds norms, and rows of odd sizes are padded
+    # to the replicas that split the updates: large only in comparison with models as small as
+    # these.
     is_exact = optimizer.name != "muon" and config.sync.name != "diloco"
     for axis in ("replicate", "shard"):
         sent, expected = (of[f"comm/{axis}/bytes"] for of in (real.moved, predicted))

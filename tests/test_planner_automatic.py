@@ -38,14 +38,14 @@ def test_automatic_layout_follows_memory_and_links():
     assert (whole.strategy.name, whole.mesh.replicate, whole.mesh.shard) == ("ddp", 2, 1)
     assert lines[0].startswith("layout      strategy=ddp mesh.replicate=2 mesh.shard=1")
     assert any(line.startswith("runner-up   strategy=") for line in lines)
-    # Two nodes of two ranks, on which a whole copy does not fit: sharded inside nodes alone.
+    # Two nodes of two ranks that cannot hold a full copy: sharded only inside nodes.
     split, lines = chosen(2, 4, LITTLE)
     assert split.strategy.name.startswith("hybrid")
     assert (split.mesh.replicate, split.mesh.shard) == (2, 2)
     assert "exposed on the replicate axis" in lines[-1]
-    # The machines of `cluster` are those that the job has found, not a part of the result.
+    # The job has found the machines of `cluster`; they are not a part of the result.
     assert split.cluster.nodes == "auto"
-    # What is named stays.
+    # Named keys keep their values.
     assert chosen(1, 4, PLENTY, "mesh.shard=2")[0].mesh.shard == 2
 
 
@@ -100,7 +100,7 @@ def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
     layout = json.loads((folder / "run" / "layout.json").read_text())
     assert layout["strategy"].startswith("zero")
     assert layout["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
-    # What was asked for is asked for again by the command that goes on.
+    # The command that resumes repeats the requested overrides.
     (go_on,) = [line for line in done.stderr.splitlines() if line.startswith("go on")]
     assert " strategy=auto " in go_on
     more = execute(folder, *words, "train.steps=6", launcher=launcher)

@@ -1,4 +1,6 @@
-"""What the planner knows of a cluster: presets, measured files, the fit of a link, and what gloo's collectives cost."""
+"""The planner's knowledge of a cluster: presets, measured files, the fit of a link, and the cost
+of gloo's collectives.
+"""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""``plan.dry_run=true``: what a job would do, started nowhere."""
+"""``plan.dry_run=true``: the plan of a job that is not started."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from parallel2d.base.config.composition import compose
 from parallel2d.instruments.planner.layout_cost import cost_of
 from parallel2d.instruments.planner.plan_text import shortage, summary
 
-# A model whose gathered blocks, logits and activations are all of about a size.
+# A model with unsharded blocks, logits and activations of similar sizes.
 SMALL = (
     "model.dim=256", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=8", "model.hidden_dim=512", "model.vocab_size=1024",
     "train.seq_len=128", "train.micro_batch_size=2", "train.global_batch_size=64", "cluster.device.type=cpu", "cluster.ranks_per_node=8", "plan.verify=true",

@@ -1,4 +1,6 @@
-"""FLOPs and peaks of deep models from few of their blocks, beside those of all of them."""
+"""FLOPs and peaks of deep models from few of their blocks, compared with the figures of all
+blocks.
+"""
 
 import functools
 from typing import Any
@@ -34,13 +36,13 @@ def counted_runs(monkeypatch) -> list[int]:
 
 
 def both_counts(model: nn.Module, loss: Any = loss_of_logits) -> tuple[int | None, int | None]:
-    """FLOPs as counted, and those of a run of all blocks."""
+    """Counted FLOPs, and the FLOPs of a run of all blocks."""
     all_blocks = flop_counts._count(model, EXAMPLE, loss)
     return count_flops(model, EXAMPLE, loss), all_blocks and all_blocks["flops"]
 
 
 class Encoder(nn.Module):
-    """Two stacks of different blocks, of which the second sees the first's output in each block."""
+    """Two stacks of different blocks; each block of the second reads the output of the first."""
 
     def __init__(self) -> None:
         super().__init__()

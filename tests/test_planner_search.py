@@ -17,7 +17,7 @@ from parallel2d.instruments.planner.layout_search import (
 )
 from parallel2d.instruments.planner.plan_text import ranking_lines
 
-# Two nodes of four ranks. Activations are most of what a rank needs.
+# Two nodes of four ranks. Activations are most of the memory of a rank.
 JOB = (
     "model.dim=128", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4", "model.hidden_dim=256", "train.seq_len=128",
     "train.global_batch_size=32", "precision=bf16", "cluster=h100_100g", "cluster.nodes=2", "cluster.ranks_per_node=4", "mesh.tensor=1",
@@ -37,7 +37,7 @@ def test_search_chooses_the_fastest_layout_that_fits():
     assert seconds == pytest.approx(sorted(seconds), rel=1e-5)
     assert result.chosen is result.ranked[0]
     assert all(layout.reason for layout in result.ranked[1:])
-    # The arithmetic of a search is that of each layout alone.
+    # The arithmetic of a search equals the arithmetic of each single layout.
     for layout in result.ranked[::40]:
         alone = cost_of(layout.config)
         assert alone.time.seconds.total == pytest.approx(layout.time.seconds.total)

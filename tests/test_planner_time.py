@@ -126,7 +126,7 @@ def test_slow_link_bounds_the_step_time():
     # Each group takes 3 s on the link in forward and 6 s in backward.
     found = step_seconds([group(gather=3, scatter=3)] * 10, schedule(), update=0)
     assert found.total == pytest.approx(30 + 1 + 60, rel=0.05)
-    # Replicas: 5 s for each of ten groups on a link of their own.
+    # Replicas: 5 s for each of ten groups on a separate link.
     found = step_seconds([group(reduce=5)] * 10, schedule(), update=0)
     assert found.total == pytest.approx(10 + 2 + 50)
     assert found.replicate == pytest.approx(62 - 30)
@@ -153,7 +153,7 @@ def test_accumulation_mode_sets_the_number_of_reductions():
     for mode in ("full", "reduce_scatter_only", "none"):
         totals[mode] = step_seconds(groups, schedule(8, mode), update=0).total
     assert totals["full"] > totals["reduce_scatter_only"] > totals["none"]
-    # Once per step the replicas' reductions, whatever the number of micro-batches.
+    # Once per step the replicas' reductions, for any number of micro-batches.
     once = step_seconds(groups, schedule(1), update=0).replicate
     assert step_seconds(groups, schedule(8), update=0).replicate == pytest.approx(once)
 
@@ -166,7 +166,7 @@ def test_the_tensor_axis_is_never_hidden():
 
 def test_diloco_sends_once_per_interval_and_overlaps_with_its_delay():
     assert exchange_seconds(60, step=1, every=30, fragments=1, delay=0) == 2
-    # Three of them in 30 steps, each 20 s, of which 5 are hidden.
+    # Three of them in 30 steps: each takes 20 s and hides 5 s.
     assert exchange_seconds(60, step=1, every=30, fragments=3, delay=5) == pytest.approx(1.5)
     assert exchange_seconds(60, step=5, every=30, fragments=3, delay=5) == 0
 

@@ -1,4 +1,6 @@
-"""What a user may decide about groups, precision and tensor parallelism, each seen in what really runs."""
+"""Choices of groups, precision and tensor parallelism by a user, each checked in the running
+model.
+"""
 
 import pytest
 import training

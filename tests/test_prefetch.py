@@ -1,4 +1,4 @@
-"""Prefetch: when parameters are gathered, in which order, at what cost in memory, and that nothing else changes."""
+"""Prefetch: time and order of all-gathers, their cost in memory, and unchanged results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from parallel2d.base.errors import ConfigError
 
 
 class Reordered(nn.Module):
-    """Four layers that run in another order than that of registration; ``skip`` leaves the second one out."""
+    """Four layers that run in an order other than registration; ``skip`` omits the second layer."""
 
     ORDER = (2, 0, 3, 1)
 
@@ -84,8 +84,10 @@ def _issued(prefetch):
 
 @pytest.mark.parametrize(("ahead", "ahead_back"), [(0, 1), (0, 0), (1, 1), (2, 2), (99, 99)])
 def test_all_gathers_are_issued_the_configured_number_of_groups_ahead(ranks, ahead, ahead_back):
-    """When a layer's compute ends, gathers were issued of itself, of all before it, and of as many more as asked for, in the order
-    in which layers run; only so many are whole at once. (0, 1), the default, is the engine's own."""
+    """When a layer's compute ends, the all-gathers of this layer, of all earlier layers and of the
+    configured number of later layers have been issued, in the order of execution; only so many
+    layers are unsharded at once. (0, 1), the default, is the engine's own.
+    """
     order = Reordered.ORDER
     back = order[::-1]
     for forward, backward, most_whole in ranks.run(2, _issued, (ahead, ahead_back)):
@@ -124,7 +126,7 @@ def _skipping(prefetch, grad_in_skipping):
 
 @pytest.mark.parametrize("grad_in_skipping", [True, False])
 def test_skipped_layer_has_current_weights_in_the_next_step(ranks, grad_in_skipping):
-    """What was gathered for it in vain must not be used once weights have changed."""
+    """The all-gather of a skipped layer must not be used once weights have changed."""
     expected = ranks.run(2, _skipping, (0, 0), grad_in_skipping)[0]
     for prefetch in ((1, 1), (2, 2), (9, 9)):
         found = ranks.run(2, _skipping, prefetch, grad_in_skipping)[0]

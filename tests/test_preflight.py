@@ -1,4 +1,6 @@
-"""The check of a cluster names the node and the cause; what it measures is what the planner reads."""
+"""The check of a cluster names the node and the cause; its measurements are the input of the
+planner.
+"""
 
 import contextlib
 import io
@@ -67,7 +69,7 @@ def told(nodes: list[NodeFacts], clocks: list[float] | None = None) -> list[tupl
 def test_a_version_or_device_that_differs_names_the_nodes():
     nodes = [facts("node0"), facts("node1", torch="2.15.0"), facts("node2")]
     assert told(nodes) == [("red", "node1: torch 2.15.0, the others 2.14.1")]
-    # among equals that of the first node is the usual one; a key that is missing differs too
+    # among equals the value of the first node is the usual value; a missing key differs too
     pair = [facts("node0", nccl="2.27"), facts("node1", GPUs="H100, H100")]
     assert told(pair) == [
         ("red", "node1: GPUs H100, H100, the others none"),
@@ -141,7 +143,9 @@ def copy_of_the_package(folder: Path) -> Path:
 
 
 def checked(folder: str, *words: str, own_run_dir: bool = False) -> tuple[int, str]:
-    """The exit code, and what this rank printed. ``own_run_dir``: the second node sees another."""
+    """Return the exit code and the output of this rank. With ``own_run_dir`` the second node sees
+    another run directory.
+    """
     rank = dist.get_rank()
     os.chdir(folder)
     given, config = understand(
@@ -261,8 +265,10 @@ def test_preflight_command_exits_with_the_verdict_of_its_ranks(tmp_path):
 
 
 def drop_connections(cluster: Cluster, source: int, target: int) -> None:
-    """From now on no connection from node ``source`` to an ephemeral port of node ``target`` gets through; all else does. A
-    firewall in the switch: the first packet of a TCP connection (SYN without ACK) is dropped without a word."""
+    """Block new connections from node ``source`` to an ephemeral port of node ``target``; all
+    other traffic passes. A firewall in the switch silently drops the first packet of a TCP
+    connection (SYN without ACK).
+    """
     address = int.from_bytes(socket.inet_aton(cluster.nodes[source].address), "big")
     code = [
         "40 0 0 12", "21 0 10 2048",  # IPv4
@@ -300,7 +306,9 @@ def ends_of(cluster: Cluster, nodes: int, folder: Path, *words: str) -> list[int
 @pytest.mark.slow
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
 def test_a_broken_cluster_is_described_node_by_node(tmp_path):
-    """Four machines: other code on node1, a run dir of its own on node2, a slow cable at node3; then a firewall."""
+    """Four machines: other code on node1, a separate run dir on node2, a slow cable at node3; then
+    a firewall.
+    """
     copy_of_the_package(tmp_path / "other")
     (tmp_path / "runs").mkdir()
     words = ["--run-dir=runs", "--seconds=0.1", "--largest-mib=1"]

@@ -1,4 +1,4 @@
-"""Forked ranks: what they inherit and what not, how they end, and who ends with whom."""
+"""Forked ranks: inherited state, exits, and the processes that end together."""
 
 import atexit
 import contextlib
@@ -78,7 +78,7 @@ def server() -> psutil.Process:
 
 
 def wait_for_end(pid: int) -> None:
-    """Of a process that may stay a zombie of somebody else."""
+    """Wait for the end of a process that may stay a zombie of another parent."""
 
     def has_ended() -> bool:
         try:
@@ -104,7 +104,7 @@ def test_forked_rank_has_the_state_of_a_new_process(tmp_path, monkeypatch):
     assert json.loads(told.read_text()) == {
         "environment": {"RANK": "3", "OMP_NUM_THREADS": "2", **given}, "threads": 2, "leads": True, "blocked": [], "handlers": [True, True],
         "name": "rank 3", "folder": str(tmp_path), "path": str(tmp_path / "added"), "main": None,  # not the launcher's script
-        "sockets": 0,  # what a rank starts must not hold those of the server
+        "sockets": 0,  # processes of a rank must not hold the descriptors of the server
     }  # fmt: skip
     assert (tmp_path / "log.out").read_text() == "to stdout\n"
     assert (tmp_path / "log.err").read_text() == "to stderr: \\udc80\n"
@@ -146,7 +146,7 @@ def test_server_survives_signals_to_the_job_and_its_end_ends_its_ranks():
     first.kill()
     assert rank.wait(60) == LOST
     wait_for_end(rank.pid)
-    # Whoever starts a launcher may have it ignore the end of children.
+    # The parent of a launcher may have set it to ignore the end of children.
     ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGCHLD, signal.SIGTERM)}  # fmt: skip
     try:
         assert start("").wait(60) == 0
@@ -157,7 +157,7 @@ def test_server_survives_signals_to_the_job_and_its_end_ends_its_ranks():
         for number, handler in ignored.items():
             signal.signal(number, handler)
     assert server() != first
-    # Without the kernel's help too: when nobody has the other end any more.
+    # Also without the kernel's help: when no process has the other end any more.
     rank_processes._servers[0].socket.close()
     assert rank_processes._servers[0].process.wait(60) == 0
 
@@ -189,7 +189,8 @@ def test_ended_launcher_leaves_no_processes(tmp_path, way):
     temporary.mkdir()
     preloaded = ["slow"] if "imports" in way else []
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
-    # What it leaves becomes a child of this process, which sees it until it waits for it.
+    # Its remaining processes become children of this process, which sees them until it waits for
+    # them.
     libc = ctypes.CDLL(None)
     libc.prctl(SUBREAPER, 1, 0, 0, 0)
     try:
@@ -205,7 +206,7 @@ def test_ended_launcher_leaves_no_processes(tmp_path, way):
     left = [pid for pid in children if psutil.pid_exists(pid)]
     for pid in left:
         wait_for_end(pid)
-        with contextlib.suppress(ChildProcessError):  # somebody else has reaped it
+        with contextlib.suppress(ChildProcessError):  # another process has reaped it
             os.waitpid(pid, 0)
     assert left == [] or way != "return"
     assert list(temporary.iterdir()) == []
@@ -223,8 +224,9 @@ def test_server_of_an_ended_launcher_exits_before_imports():
 
 @pytest.mark.slow
 def test_server_imports_initialize_no_accelerator():
-    """What it asks may start the driver, which does not survive a fork. In a process of its own,
-    since here everything is imported."""
+    """An accelerator query may start the driver, which does not survive a fork. Runs in a separate
+    process, since here everything is imported.
+    """
     script = (
         "import importlib, sys, torch\n"
         "def refuse(*given, **named): raise AssertionError('asked for an accelerator')\n"

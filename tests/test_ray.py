@@ -1,4 +1,4 @@
-"""The example for Ray Train: Ray's workers and one process alone see the same losses."""
+"""The example for Ray Train: Ray's workers and a single process have the same losses."""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""The report of three runs, one of which was restarted and went on with another layout: tables, figures, the page."""
+"""The report of three runs, one of them restarted and resumed on another layout: tables, figures,
+the page.
+"""
 
 import json
 import subprocess
@@ -59,7 +61,7 @@ def write_run(folder, starts, rows, stopped=False):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of three runs. One has a restart at step 11, and at step 21 another layout."""
+    """A folder of three runs. One run has a restart at step 11, and another layout at step 21."""
     base = tmp_path / "runs"
     steps = range(1, 31)
     write_run(base / "zero3", [segment(1, 1, ZERO3)], [row(n, 1, 0.2 + 0.1 * n) for n in steps])

@@ -78,7 +78,7 @@ def test_report_skips_invalid_numbers(tmp_path, number, recwarn):
     run = make_run(tmp_path / "run")
     (run / "segments.jsonl").unlink()
     write_number(run, number)
-    # A layout with the longest of them is no JSON for Python.
+    # A layout with the longest of them is not JSON for Python.
     assert report([str(run), "--markdown"]) in (0, 2)
     assert not recwarn.list
     if number == "1e308":

@@ -10,7 +10,7 @@ from parallel2d.instruments.report.runs import COLUMNS, NOT_FINITE, Run
 
 
 def run(name="run", hosts=(), **columns):
-    """Of 24 rows, with the columns that are given: one value for all rows, or one for each."""
+    """Write 24 rows with the given columns: one value for all rows, or one for each."""
     table = np.full((24, len(COLUMNS)), math.nan)
     table[:, COLUMNS["step"]] = range(1, 25)
     for key, value in columns.items():
@@ -86,7 +86,7 @@ WAIT = {"comm__shard__exposed_seconds": 0.4}
     # Diloco: most steps send nothing, and yet each quarter waits
     ({**ON_GPU, "comm__replicate__exposed_seconds": [0.0, 0.0, 0.9] * 8}, "run waits for replicate during 30% of a step."),
     ({**ON_GPU, "comm__shard__exposed_seconds": 0.05}, ""),
-    # Noise: a third of the time, but in some rows alone
+    # Noise: a third of the time, but only in some rows
     ({**ON_GPU, "comm__shard__exposed_seconds": ONCE}, ""),
     ({"time__data_s": ONCE}, ""),
     # On a CPU this may be waits for a core.

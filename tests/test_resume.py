@@ -1,4 +1,6 @@
-"""A run that is stopped and goes on elsewhere: the same global batches and losses as the run nobody disturbed."""
+"""A run that is stopped and resumed elsewhere has the same global batches and losses as an
+undisturbed run.
+"""
 
 import json
 from pathlib import Path
@@ -43,7 +45,9 @@ def saved(folder: Path, kind: str, step: int):
 
 
 def follow_the_weights(run_dir: Path, step: int) -> bool:
-    """Whether the averages after ``step`` are those before it and the weights, with decay 0.9."""
+    """True if the EMA weights after ``step`` follow from the previous EMA weights and the weights,
+    with decay 0.9.
+    """
     before, weights = saved(run_dir, "ema", step - 1), saved(run_dir, "model", step)
     expected = {name: 0.9 * before[name] + 0.1 * each for name, each in weights.items()}
     return largest_difference(saved(run_dir, "ema", step), expected) <= 1e-14

@@ -1,4 +1,4 @@
-"""What a run directory says about its starts and its end, and what a sweep says about its jobs."""
+"""Records of starts and ends in a run directory, and of the jobs in a sweep."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_each_start_is_a_segment(tmp_path):
     assert json.loads((tmp_path / "layout.json").read_text()) == other
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "2"
     assert not (tmp_path / ".hydra-pending-2").exists()
-    # That of another start, which may still be accepted
+    # The record of another start, which may still be accepted
     discard_pending(job)
     assert (tmp_path / ".hydra-pending-1").exists()
     discard_pending(job_in(tmp_path, records=".hydra-pending-1"))
@@ -190,7 +190,7 @@ def test_starts_on_one_layout_are_one_row(tmp_path):
     for finished, host in ((0, "a"), (2, "b")):
         accept(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
     write_rows(tmp_path)
-    # Of this start there is no row.
+    # This start has not written a row.
     accept(job_in(tmp_path), {**LAYOUT, "strategy": "ddp", "predicted": {}}, 3)
     (part,) = parts_of(read_run(str(tmp_path)))
     assert part.name == tmp_path.name

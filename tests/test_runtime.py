@@ -1,4 +1,6 @@
-"""Joining and leaving: again and again in one process, timeouts, barriers that name who is late, reductions."""
+"""Setup and teardown, many times in one process; timeouts; barriers that name late ranks;
+reductions.
+"""
 
 import json
 import os
@@ -57,7 +59,9 @@ def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, 
 
 @pytest.fixture(scope="module")
 def three_ranks() -> list[list[dict[str, Any]]]:
-    """Answers of three ranks to soak, timeouts and late, all in one process each: what one leaves behind would harm the next."""
+    """Answers of three ranks to soak, timeouts and late, all in one process each: leftovers of one
+    would harm the next.
+    """
     return start(3, "soak:5", "timeouts", "late")
 
 

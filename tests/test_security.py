@@ -12,7 +12,7 @@ from jobs import wait_for
 
 from parallel2d.base.files import private_folders as folders
 
-# tools/ stands beside tests/ and is not installed
+# tools/ is next to tests/ and is not installed
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from tools.cluster import Cluster, Job, why_not
 
@@ -63,7 +63,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
 @pytest.mark.slow
 @needs_root
 def test_shared_folder_of_another_user_is_not_used(tmp_path):
-    """Where the launcher would keep its records, another user has put one that names a command."""
+    """Another user has put a record that names a command into the record folder of the launcher."""
     shared, marker = tmp_path / "tmp", tmp_path / "ran"
     shared.mkdir()
     shared.chmod(0o1777)

@@ -1,4 +1,6 @@
-"""The self-check as a first user starts it: what passes on the CPU path, a wrong gradient, a run that is not resumed."""
+"""The self-check as a first user starts it: passing checks on the CPU path, a wrong gradient, a
+run that is not resumed.
+"""
 
 import os
 from pathlib import Path
@@ -24,7 +26,7 @@ def self_check(*options: str, package: Path | None = None):
 
 
 def package_with(folder: Path, file: str, right: str, wrong: str) -> Path:
-    """A folder with a copy of the package in which one place of ``file`` is other."""
+    """A folder with a copy of the package and one changed place in ``file``."""
     path = copy_of_the_package(folder) / file
     text = path.read_text()
     assert text.count(right) == 1

@@ -30,7 +30,9 @@ def plan(model):
 
 
 def built():
-    """The same model built in the context and by `parallelize`; whole weights of both."""
+    """Build the same model in the context and by `parallelize`; return the unsharded weights of
+    both.
+    """
     mesh = build_mesh(MeshSpec(replicate=1, shard=2, tensor=2), "hybrid")
     config = ParallelConfig("hybrid")
     with model_sharded_context(
@@ -160,7 +162,7 @@ def test_context_replaces_no_attribute_of_modules_and_restores_profilers():
 
 
 class Adapted(nn.Module):
-    """A frozen base whose output a small trained layer changes."""
+    """A frozen base with a small trained layer that changes its output."""
 
     def __init__(self, dim=16):
         super().__init__()
@@ -229,7 +231,7 @@ REFUSED = {
 
 
 def refused():
-    """What is said of each; and of one that the tensor plan has."""
+    """Return the error for each case, and for a parameter of the tensor plan."""
     said = []
     mesh, config = build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3")
     for ignored in REFUSED:

@@ -1,8 +1,10 @@
-"""The batch file for Slurm: starts, saves on a signal, re-queues, goes on. There is no Slurm here.
+"""The batch file for Slurm: starts, saves on a signal, re-queues, resumes. These tests run without
+Slurm.
 
-`srun` and `scontrol` are programs of this test on PATH. They do what the script relies on: `srun` starts real tasks with the variables
-that Slurm sets, passes SIGUSR1 on, and ends with the highest exit code of a task; `scontrol` writes node names and notes a re-queue.
-What is tested is the script and the run under it, not Slurm.
+`srun` and `scontrol` are programs of this test on PATH. They provide the behaviour that the script
+relies on: `srun` starts real tasks with the variables that Slurm sets, passes SIGUSR1 on, and ends
+with the highest exit code of a task; `scontrol` writes node names and notes a re-queue. The
+subject is the script and the run under it, not Slurm.
 """
 
 import os
@@ -78,7 +80,7 @@ class Batch:
         return jobs.rows(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
 
     def stop_after_step(self, step: int) -> list[dict]:
-        """Asks it to stop, as --signal=B:USR1@120 does: the script alone. Returns the rows of the run."""
+        """Ask only the script to stop, as --signal=B:USR1@120 does. Returns the rows of the run."""
 
         def is_there() -> bool:
             assert self.process.poll() is None, self.log.read_text()

@@ -1,4 +1,6 @@
-"""The store where ranks and nodes meet: what it does for those who know the secret, and what others can do to it."""
+"""The store of ranks and nodes: its service for clients with the secret, and attacks by other
+clients.
+"""
 
 import os
 import pickle
@@ -63,7 +65,7 @@ def connection(server: StoreServer) -> socket.socket:
 
 
 def member(server: StoreServer) -> tuple[socket.socket, Channel]:
-    """A connection that has proved itself, and what it says next is up to the test."""
+    """An authenticated connection; the test chooses its next messages."""
     opened = connection(server)
     hello = receive(opened, HELLO)
     own = os.urandom(NUMBER)

@@ -1,4 +1,6 @@
-"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, ranks on different routes."""
+"""The engine of the replicate axis: reductions of a bucket, the dtype of additions, ranks on
+different routes.
+"""
 
 import ast
 import copy
@@ -60,7 +62,7 @@ def mean_in_place(state, bucket):
 
 
 def mean_by_hand(state, bucket):
-    """From a copy, through every method that a bucket has."""
+    """Reduce a copy through every method of a bucket."""
     assert bucket.buffer().numel() >= sum(g.numel() for g in bucket.gradients())
     shapes = [parameter.to_local().shape for parameter in bucket.parameters()]
     assert shapes == [gradient.shape for gradient in bucket.gradients()]
@@ -120,7 +122,7 @@ def test_sync_hook_is_refused_on_a_mesh_with_one_replica(ranks):
 
 
 def _accumulate_hooks(case):
-    """When hooks of parameters run, and what they see."""
+    """Record when hooks of parameters run, and their gradients."""
     model, mesh = sharded(case)
     heard = {}
     for name, parameter in model.named_parameters():
@@ -140,7 +142,7 @@ def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks, case, unuse
 
 
 class Additions(TorchDispatchMode):
-    """Dtypes in which collectives add, in which tensors are exchanged, and in which sums are asked for."""
+    """Record the dtypes of additions, exchanged tensors and requested sums in collectives."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +250,9 @@ class Swapped(Case):
 
 
 def _different_routes(one_host, strategy, mode, case):
-    """The error; then another global batch on which all agree, and by how much its gradients are not those of one process."""
+    """Return the error; then train another global batch that is equal on all ranks, and return the
+    difference of its gradients from one process.
+    """
     mesh = build_mesh(HYBRID if strategy.startswith("hybrid") else MeshSpec(), strategy)
     rank = dist.get_rank()
     topology = Topology(("here",) * 4 if one_host else tuple(f"host{rank}" for rank in range(4)))
@@ -332,7 +336,7 @@ def test_a_rank_out_of_step_is_named_before_the_next_update(
 
 
 def _two_models():
-    """Two models in one loss, an average of the first beside them, each stepped in turn."""
+    """Train two models in one loss together with an average of the first, each stepped in turn."""
     mesh = build_mesh(HYBRID, "hybrid")
     torch.manual_seed(1)
     plain = [ByRank(), Everything()]
@@ -527,7 +531,9 @@ def test_tables_list_the_private_names_that_are_reached():
 
 
 def test_no_other_file_reaches_private_names_of_fully_shard():
-    """Nor names without underscore of torch's private classes, except those that public classes have too."""
+    """Names without underscore of torch's private classes are not used either, except names that
+    public classes have too.
+    """
     tables = [*fsdp_internals.REACHED, *fsdp_internals.KEPT.items()]
     public = {*dir(nn.Module), *dir(FSDPModule), *dir(MixedPrecisionPolicy)}
     of_torch = set()

@@ -1,4 +1,6 @@
-"""What crosses the replicate axis, by every method: equal to a plain reference in one process, in fp64."""
+"""Communication over the replicate axis by every method equals a plain reference in one process,
+in fp64.
+"""
 
 import functools
 import importlib
@@ -125,7 +127,7 @@ def test_every_layout_resumes_from_another(ranks, tmp_path, number):
     saved = ranks.run(4, sync_runs.run, *source, steps=5, folder=folder, save_after=[5])
     loaded = ranks.run(4, sync_runs.run, *target, steps=5, folder=folder, resume="auto")
     assert largest_difference(loaded[0]["parameters"], saved[0]["parameters"]) == 0.0
-    # Layouts that reduce gradients exactly go on alike, the optimizer's state included.
+    # Layouts that reduce gradients exactly continue equally, with the state of the optimizer.
     if DILOCO not in (source[2], target[2]):
         on = ranks.run(4, sync_runs.run, *target, steps=7, folder=folder, resume="auto")
         expected = ranks.run(4, sync_runs.run, *source, steps=7)
@@ -135,8 +137,9 @@ def test_every_layout_resumes_from_another(ranks, tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "split_int4", "diloco_int4"])
 def test_replicas_fail_and_rejoin_between_outer_steps(ranks, tmp_path, name):
-    """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
-    replicas, and training goes on."""
+    """Two replicas after four, and four after two: the shared parameters are kept, the error
+    feedback keeps its mean over the replicas, and training continues.
+    """
     strategy, sync = METHODS[name]
     word = "ddp" if strategy == "hybrid" else strategy
     four, two = {"replicate": 4, "shard": 1}, {"replicate": 2, "shard": 1}
@@ -154,7 +157,7 @@ def test_replicas_fail_and_rejoin_between_outer_steps(ranks, tmp_path, name):
     assert most > 0.0
     for run in shrunk:
         assert largest_difference(run["parameters"], saved[0]["parameters"]) == 0.0
-        # That of gradients is stored in 8 bits.
+        # The error feedback of gradients is stored in 8 bits.
         assert largest_difference(run["residual"], mean) < (1e-15 if "name" in sync else most / 100)
     for size, sizes in ((2, two), (4, four)):
         on = ranks.run(size, sync_runs.run, sizes, word, sync, steps=10, **again)
@@ -314,7 +317,9 @@ def _step(model, optimizer, step):
 
 
 def _residuals_after(*events):
-    """What was not sent, after the third step and after each of ``events``, and the parameters, of a loop with int4 every step."""
+    """Return the error feedback after the third step and after each of ``events``, and the
+    parameters, of a loop with int4 every step.
+    """
     model, optimizer = _trained_model("ddp", METHODS["int4"][1], steps=3)
     found = [sync_runs.local_residuals(model)]
     for event in events:
@@ -342,19 +347,21 @@ def test_error_feedback_changes_only_with_an_update(ranks):
         assert largest_difference(after_all, updated) == 0.0
     scaled, _ = ranks.run(2, _residuals_after, "scaled step")[0]
     assert largest_difference(scaled[-1], stepped[-1]) == 0.0
-    # Zeros in the place of gradients are no earlier reduction.
+    # Zeros in place of gradients are not an earlier reduction.
     zeroed, dropped = (
         ranks.run(2, _residuals_after, each, "step")[0] for each in ("zeroed step", "step")
     )
     assert largest_difference(zeroed[0][-1], dropped[0][-1]) == 0.0
-    # The second reduction of a step sends what the first one did not.
+    # The second reduction of a step sends the gradients that are missing in the first.
     twice, _ = ranks.run(2, _residuals_after, "kept", "step")[0]
     assert largest_difference(*twice[:2]) == 0.0
     assert largest_difference(twice[-1], stepped[-1]) > 0.0
 
 
 def _exports():
-    """What is saved inside and outside of the context, and the replica's own values before and after."""
+    """Return the state saved inside and outside of the context, and the replica's values before
+    and after.
+    """
     model, optimizer = _trained_model("ddp", {"name": "diloco", "every": 4}, steps=5)
     parallel2d.attach_optimizer(model, optimizer)
     _step(model, optimizer, 6)
@@ -410,7 +417,9 @@ def test_values_written_to_parameters_are_kept(ranks, strategy, sync, how):
 
 
 def _states_around_averages(strategy, sync):
-    """What is saved before averages take the places of parameters, inside and afterwards; and the averages."""
+    """Return the state saved before, inside and after the context that swaps in the EMA weights;
+    and the EMA weights.
+    """
     model, optimizer = _trained_model(strategy, sync, steps=2)
     averages = EMAWeights(model)
     for step in range(3, 5):
@@ -434,7 +443,9 @@ def test_ema_weights_are_saved_inside_their_context_and_change_no_state(ranks, s
 
 
 def _scaled_by_hand(how):
-    """How far unrounded rows are from what they are to be: scaled in three steps that do nothing else, themselves or by parameters."""
+    """Return the distance of unrounded rows from their expected values: scaled in three steps that
+    do nothing else, directly or through parameters.
+    """
     model, optimizer = _trained_model("hybrid_full", {"wire": "bf16"}, steps=3)
     optimizer.param_groups[0].update(lr=0.0)
     owned = [each.detach().to_local() for each in parallel2d.updated_parameters(model)]

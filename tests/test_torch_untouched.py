@@ -28,7 +28,9 @@ JOBS = {
 
 
 def identities():
-    """By name what torch has under its public names, and whether hooks and modes of a process are active."""
+    """Return the objects behind torch's public names by name, and the state of process-wide hooks
+    and modes.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -109,7 +111,7 @@ def main(rank, ranks, folder, job):
 
 
 def _run(folder, job, ranks):
-    """Runs ``job`` in fresh processes, and returns what those that fail have printed."""
+    """Run ``job`` in fresh processes, and return the output of the failed processes."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = []

@@ -1,4 +1,6 @@
-"""The loop's decisions: skipping what is not finite, learning rates, loss scale. And the installed package as people get it."""
+"""Decisions of the loop: skipped steps with non-finite values, learning rates, loss scale; and the
+installed package.
+"""
 
 import os
 import subprocess

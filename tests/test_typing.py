@@ -1,4 +1,4 @@
-"""Type checkers find the package after an editable install, and see what its names are."""
+"""Type checkers find the package after an editable install, and resolve its names."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Named validation sets, and `train.epochs`: what is read, how often, and that neither depends on the layout."""
+"""Named validation sets, and `train.epochs`: samples, their number, and independence of the
+layout.
+"""
 
 from pathlib import Path
 
@@ -68,7 +70,7 @@ def test_named_validation_sets_do_not_change_training(ranks, folder):
     for key in ("loss", "grad_norm", "data/batch_hash"):
         plain, other = ([row[key] for row in jobs.rows(folder / n)] for n in ("plain", "named"))
         assert plain == other
-    # Without a held-out part there are the named losses alone.
+    # Without a held-out part only the named losses exist.
     assert [list(row) for row in losses(folder, "alone")] == [["validation/sums/loss"]] * 2
 
 
@@ -152,7 +154,7 @@ def test_epochs_set_the_steps_from_the_size_of_the_data(ranks, folder, end, coun
     arguments = (str(folder), str(folder / "run"), (*words, layout))
     assert ranks.run(count, jobs.run_to_the_end, *arguments) == [(steps, None)] * count
     rows = jobs.rows(folder / "run")
-    # What is read is known without a layout.
+    # The samples are known without a layout.
     stream = sums(folder, epochs=2, end=end)
     batches = [stream.read(range(first, first + batch)) for first in range(0, steps * batch, batch)]
     assert [row["data/batch_hash"] for row in rows] == [each.hash for each in batches]

@@ -1,4 +1,6 @@
-"""Weights: from one rank to all, from a folder, whole for a moment; and what frozen ones cost."""
+"""Weights: broadcast from one rank, loaded from a folder, summoned unsharded; and the cost of
+frozen parameters.
+"""
 
 import contextlib
 import copy
@@ -132,7 +134,7 @@ OTHER_MODELS = (
 
 
 def _models_that_differ():
-    """What is said where rank 1's model, or what it gives, is not what rank 0 has."""
+    """Return the errors for a model or values of rank 1 that differ from rank 0."""
     told = []
     for how, options, _ in OTHER_MODELS:
         torch.manual_seed(0)
@@ -170,7 +172,7 @@ def test_hashes_differ_where_sums_of_products_are_equal():
 
 
 class LargeRows(nn.Module):
-    """A matrix, and a tensor of which one row of dim 0 is larger than what travels at once."""
+    """A matrix, and a tensor with rows of dim 0 that are larger than one chunk of a transfer."""
 
     def __init__(self, rows, deep=(2, 3, 2**21)):
         super().__init__()
@@ -183,7 +185,7 @@ class LargeRows(nn.Module):
 
 
 def _load_large(how, rows, folder):
-    """Whether the tensors are right, and by how much the most that this rank held is above its own part."""
+    """True if the tensors are correct, and the peak memory of this rank above its local shards."""
     import safetensors.torch
 
     mesh, first = build_mesh(MeshSpec(), "zero3"), dist.get_rank() == 0
@@ -251,7 +253,9 @@ def test_full_and_sharded_state_dicts_are_loaded(ranks):
 
 
 def _master_values(name, options, folder):
-    """Whole values given to a model whose replicas compute with others: what is saved of it then, and what it computes with."""
+    """Load full values into a model with replicas that compute in another dtype; return the saved
+    state and the values used in compute.
+    """
     import safetensors.torch
 
     config = ParallelConfig(name, sync=SyncConfig(**options))
@@ -302,7 +306,9 @@ def values_of(model):
 
 
 def _summon(sizes):
-    """By options, whether parameters and gradients are what was written to the whole ones."""
+    """Return by options True if parameters and gradients equal the values written to the unsharded
+    tensors.
+    """
     _, model = training.sharded(sizes, {"strategy": "hybrid"})
     tokens, _ = training.global_batch(0)
     model(tokens).square().mean().backward()

@@ -1,4 +1,4 @@
-"""The pools of ranks that the other tests run on: what they survive, and what they say."""
+"""The pools of ranks that run the other tests: survived failures and reported errors."""
 
 import ctypes
 import os
