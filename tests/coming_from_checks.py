@@ -15,7 +15,7 @@ from test_parallelize import Nine as MyModel
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
-from training import is_agreement, whole
+from training import full_tensor_of, is_agreement
 
 import parallel2d
 from parallel2d.base import config as config_module
@@ -105,7 +105,7 @@ def one_step(names: dict[str, Any]) -> None:
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
     tensors = [*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())]
-    return [whole(tensor).flatten().tolist() for tensor in tensors]
+    return [full_tensor_of(tensor).flatten().tolist() for tensor in tensors]
 
 
 def run_cells(origin: str, cells: list[tuple[str, str]]) -> list[str]:
@@ -168,7 +168,7 @@ def all_have_the_weights_of_rank_0(names):
     torch.manual_seed(0)
     expected = MyModel()
     assert all(
-        torch.equal(whole(a), b)
+        torch.equal(full_tensor_of(a), b)
         for a, b in zip(names["model"].parameters(), expected.parameters(), strict=True)
     )
     assert names["rank"] == 0 or not torch.equal(names["original"][0], expected.embedding.weight)
@@ -177,7 +177,7 @@ def all_have_the_weights_of_rank_0(names):
 @check("thunder", "move_state_dict_to_cpu")
 @check("FullySharded", "StateDictType.FULL_STATE_DICT")
 @check("fully_shard", "get_model_state_dict")
-def whole_on_rank_0(names):
+def full_state_on_rank_0(names):
     if names["rank"]:
         assert names["state"] == {}
         return

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from checkpoint_runs import Heard, build, train_step
 from torch import nn
-from training import largest_difference, weights_of, whole
+from training import full_tensor_of, largest_difference, weights_of
 
 from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
@@ -25,13 +25,13 @@ FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
 def averages_of(model: nn.Module, average: EMAWeights) -> dict[str, Any]:
     """Return the unsharded EMA weights, which the model has for validation."""
-    found = {name: whole(each).numpy() for name, each in average.values.items()}
+    found = {name: full_tensor_of(each).numpy() for name, each in average.values.items()}
     with outer_parameters(model):
         assert largest_difference(weights_of(model), found) == 0
     return found
 
 
-def life(
+def train_until(
     run_dir: str,
     nodes: list[str],
     mesh_sizes: dict[str, Any],
@@ -115,7 +115,7 @@ def on_rank_1(method: str, call: int, act: Any) -> None:
         mock.patch.object(LocalStore, method, acting).start()
 
 
-def die_before_the_third_name(net: Any) -> None:
+def die_before_the_third_rename(net: Any) -> None:
     """Rank 1 is killed when it has copied and rank 0 has published its part of the third copy."""
 
     def wait_and_die(*_: Any) -> None:
@@ -135,7 +135,7 @@ def full_on_the_second_copy(net: Any) -> None:
     on_rank_1("write", 3, full)
 
 
-def change_what_is_sent(net: Any) -> None:
+def change_sent_values(net: Any) -> None:
     """Every state that is sent from rank to rank arrives with another last byte."""
     send = net._exchange
 

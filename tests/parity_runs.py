@@ -361,7 +361,7 @@ def _other_weight_decay(_module: Any, put: Put) -> None:
 
 
 @fault("statistics that do not move")
-def _kept_statistics(_module: Any, put: Put) -> None:
+def _stale_statistics(_module: Any, put: Put) -> None:
     def change(model: Any) -> None:
         for buffer in model.buffers():
             buffer.copy_(torch.ones_like(buffer))

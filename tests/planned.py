@@ -32,7 +32,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-class OddBlock(nn.Module):
+class UnusualBlock(nn.Module):
     """Sizes that no axis divides."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Odd(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
         self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.blocks = nn.ModuleList(UnusualBlock() for _ in range(4))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.temperature = nn.Parameter(torch.tensor(1.0))
         if tied:

@@ -95,7 +95,7 @@ def soak(times: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def alone() -> dict[str, object]:
+def single_process() -> dict[str, object]:
     from parallel2d import barrier, reduce, setup, teardown
     from parallel2d.base.errors import ConfigError
 

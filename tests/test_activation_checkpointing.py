@@ -47,7 +47,7 @@ def checkpointed(config, compilation=None):
     return model
 
 
-def kept_bytes(model):
+def saved_bytes(model):
     """Bytes that autograd keeps for backward after one forward, parameters not counted; each storage once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {
         b.untyped_storage().data_ptr() for b in model.buffers()
@@ -124,31 +124,33 @@ def test_operators_are_found_by_pattern_and_by_full_name():
     assert saved_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
 
 
-def kept_by(name, **settings):
-    return kept_bytes(checkpointed(ActivationCheckpointingConfig(name, **settings)))
+def saved_by(name, **settings):
+    return saved_bytes(checkpointed(ActivationCheckpointingConfig(name, **settings)))
 
 
 def test_modes_blocks_and_policies_select_saved_activations():
-    none, selective, full = (kept_by(name) for name in ("none", "selective", "full"))
-    less = kept_by("selective", keep=["scaled_dot_product_*"])
+    none, selective, full = (saved_by(name) for name in ("none", "selective", "full"))
+    less = saved_by("selective", keep=["scaled_dot_product_*"])
     # tensors cached by selective checkpointing are in a separate storage, in addition to the
     # tensors saved by autograd: only the saved tensors of autograd are visible here
     assert full <= less <= selective < none
-    classes = kept_by("full", blocks=["FeedForward"])
-    policy = kept_by("full", policy="test_activation_checkpointing:few_heads")
+    classes = saved_by("full", blocks=["FeedForward"])
+    policy = saved_by("full", policy="test_activation_checkpointing:few_heads")
     assert full < classes < none
     assert full < policy < none
     assert classes != policy
-    assert kept_by("full", every=2) == pytest.approx((full + none) / 2, rel=0.05)
+    assert saved_by("full", every=2) == pytest.approx((full + none) / 2, rel=0.05)
     missing = r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates"
     with pytest.raises(ConfigError, match=missing):
-        kept_by("full", blocks=["Feed"])
+        saved_by("full", blocks=["Feed"])
 
 
 @pytest.mark.slow
 def test_smaller_budget_saves_fewer_activations():
     sizes = [
-        kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT))
+        saved_bytes(
+            checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT)
+        )
         for budget in (1.0, 0.4, 0.0)
     ]
     assert sizes[0] > sizes[1] > sizes[2]

@@ -58,7 +58,7 @@ def test_best_checkpoint_is_kept_next_to_the_newest_without_changing_losses(rank
     assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in other]
 
 
-def kept_after_each_step(folder, words, steps):
+def checkpoints_after_each_step(folder, words, steps):
     found = []
     run_dir = str(folder / "run")
     jobs.run(str(folder), run_dir, words, steps, lambda _: found.append(steps_of(folder)))
@@ -68,7 +68,7 @@ def kept_after_each_step(folder, words, steps):
 def test_new_best_checkpoint_replaces_the_previous_best_at_any_interval(ranks, folder):
     # Equal is not better, and not a number is never the best.
     words = (*KEPT, "checkpoint.every=0", "train.steps=7", scripted(3, 4, 4, "nan", 6, 2, 5))
-    found = ranks.run(2, kept_after_each_step, folder, words, 7)[0]
+    found = ranks.run(2, checkpoints_after_each_step, folder, words, 7)[0]
     assert found == [[1], [2], [2], [2], [5], [5], [5, 7]]
 
 

@@ -123,7 +123,7 @@ def test_tensor_ranks_must_draw_equal_random_numbers(ranks, seed):
     assert found["passed"] == (seed is not None), found["lines"][:10]
 
 
-def said_of_collectives(change):
+def report_of_collectives(change):
     """Report the collectives of a step with two reductions per replica and another collective on
     rank 1.
     """
@@ -148,11 +148,11 @@ def said_of_collectives(change):
 
 
 def test_collectives_are_compared_with_the_policy_and_among_ranks():
-    assert said_of_collectives("") == {}
-    assert said_of_collectives("bytes") == {"bytes": ()}
-    assert said_of_collectives("order") == {"order of collectives": (0, 1)}
-    assert said_of_collectives("less") == {"bytes": (), "order of collectives": (0, 1)}
-    assert said_of_collectives("dtype") == {"collective": (1,), "order of collectives": (0, 1)}
+    assert report_of_collectives("") == {}
+    assert report_of_collectives("bytes") == {"bytes": ()}
+    assert report_of_collectives("order") == {"order of collectives": (0, 1)}
+    assert report_of_collectives("less") == {"bytes": (), "order of collectives": (0, 1)}
+    assert report_of_collectives("dtype") == {"collective": (1,), "order of collectives": (0, 1)}
 
 
 MODEL = """

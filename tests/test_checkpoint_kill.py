@@ -82,8 +82,8 @@ def restore_once(folder):
     return state, _values(model, optimizer)
 
 
-def told(known):
-    """The lines that are whole."""
+def recorded_steps(known):
+    """Return the pairs in the complete lines of the file ``known``."""
     with contextlib.suppress(FileNotFoundError), open(known) as file:
         return [tuple(map(int, line.split())) for line in file.read().split("\n")[:-1]]
     return []
@@ -106,7 +106,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
         # Wait for the first saves, in the last round for the first that is published, then for a random
         # while; an answer before the kill is a failure of the run.
         least = int(number == rounds - 1)
-        while max((published for _, published in told(known)), default=-1) < least:
+        while max((published for _, published in recorded_steps(known)), default=-1) < least:
             assert not multiprocessing.connection.wait(pool.connections, timeout=0.005), (
                 pool.connections[0].recv()
             )
@@ -116,7 +116,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             os.kill(process.pid, signal.SIGKILL)
         for process in pool.processes:
             process.join()
-        step, published = told(known)[-1]
+        step, published = recorded_steps(known)[-1]
         on_disk = os.listdir(os.path.join(folder, "checkpoints"))
         complete = sorted(int(name[5:]) for name in on_disk if name.startswith("step-"))
         pool.folder.cleanup()

@@ -11,7 +11,7 @@ from unittest import mock
 import memory_runs
 import pytest
 import torch.distributed as dist
-from memory_runs import life
+from memory_runs import train_until
 from training import largest_difference
 from workers import WorkerError
 
@@ -38,7 +38,7 @@ class Cluster:
 
     def run(self, nodes: str, mesh=HYBRID, **options):
         homes = [str(self.node(letter)) for letter in nodes]
-        return self.ranks.run(len(nodes), life, str(self.run_dir), homes, mesh, **options)
+        return self.ranks.run(len(nodes), train_until, str(self.run_dir), homes, mesh, **options)
 
     def lose(self, letters: str) -> None:
         for letter in letters:
@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory, ranks):
     return Cluster(tmp_path_factory.mktemp("undisturbed"), ranks).run("AABB", until=6, every=0)
 
 
-def said(lives, text: str) -> bool:
+def is_logged(lives, text: str) -> bool:
     return any(text in line for life in lives for line in life["log"])
 
 
@@ -98,7 +98,7 @@ def test_replaced_node_restores_bitwise_from_the_other_replica(cluster, undistur
     lives = cluster.run("CCAA", until=6)
     continues(lives, undisturbed, 5, draws=False)
     assert not list((cluster.run_dir / "checkpoints").glob("step-*"))
-    assert said(lives, "loaded step-00000004 from memory")
+    assert is_logged(lives, "loaded step-00000004 from memory")
     # A new node gets its copy after the first step; two copies are kept.
     assert cluster.copies("C") == ["5.place-0", "5.place-1", "6.place-0", "6.place-1"]
 
@@ -129,11 +129,13 @@ def test_state_of_one_replica_is_restored_from_its_node_or_disk(cluster, tmp_pat
     # 4 bits are not resumed to the bit, from the disk neither.
     rel = 0 if sync.name == "diloco" else 1e-4
     continues(again, whole, 5, rel)
-    assert not said(again, "lost")
+    assert not is_logged(again, "lost")
     cluster.lose("B")
     lives = cluster.run("AACC", until=6, parallel=parallel)
     continues(lives, whole, 4, rel)
-    assert said(lives, "step-00000006 in memory is incomplete: no copy is left of ranks [2, 3]")
+    assert is_logged(
+        lives, "step-00000006 in memory is incomplete: no copy is left of ranks [2, 3]"
+    )
 
 
 @pytest.mark.slow
@@ -142,13 +144,13 @@ def test_resume_on_another_mesh_or_layout_uses_disk_and_logs_it(cluster, undistu
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
     assert start(less) == 3
-    assert said(less, "step-00000004 from memory was saved on another mesh")
+    assert is_logged(less, "step-00000004 from memory was saved on another mesh")
     # The same mesh, but replicas split the state now.
     full = {"strategy": "hybrid_full", "precision": "fp64"}
     cluster.run("AABB", until=5)
     lives = cluster.run("AABB", until=6, parallel=full)
     assert start(lives) == 3
-    assert said(lives, "the layout differs")
+    assert is_logged(lives, "the layout differs")
     assert lives[0]["losses"][6] == pytest.approx(undisturbed[0]["losses"][6], rel=1e-10, abs=0)
     shutil.rmtree(cluster.run_dir / "checkpoints")
     with pytest.raises(WorkerError, match="checkpoint.resume=never starts again"):
@@ -157,7 +159,7 @@ def test_resume_on_another_mesh_or_layout_uses_disk_and_logs_it(cluster, undistu
 
 def test_kill_during_a_memory_copy_keeps_the_previous_copy(cluster):
     with pytest.raises(WorkerError):
-        cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_name)
+        cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_rename)
     assert "4.place-1" in cluster.copies("A")
     assert "6.place-1" not in cluster.copies("A")
     assert start(cluster.run("AA", SHARDED, until=5)) == 4
@@ -171,11 +173,11 @@ def test_damaged_copy_is_named_and_an_older_copy_or_disk_is_used(cluster):
     cluster.damage("A", 4)
     lives = cluster.run("AABB", until=5)
     assert start(lives) == 2
-    assert said(lives, "skipping step-00000004 in memory: step-00000004 from memory")
+    assert is_logged(lives, "skipping step-00000004 in memory: step-00000004 from memory")
     cluster.lose("B")
-    lives = cluster.run("AACC", until=1, fault=memory_runs.change_what_is_sent)
+    lives = cluster.run("AACC", until=1, fault=memory_runs.change_sent_values)
     assert start(lives) == 1, "nothing but the disk is left"
-    assert said(lives, "its SHA-256 is not the manifest's")
+    assert is_logged(lives, "its SHA-256 is not the manifest's")
 
 
 @pytest.mark.slow
@@ -183,11 +185,11 @@ def test_newer_of_memory_and_disk_is_loaded_and_memory_on_a_tie(cluster):
     cluster.run("AABB", until=5, every=2, disk_every=5)
     lives = cluster.run("AABB", until=8, every=2, disk_every=8)
     assert lives[0]["start"] == 5
-    assert not said(lives, "from memory")
+    assert not is_logged(lives, "from memory")
     lives = cluster.run("AABB", until=9, every=2)
     assert lives[0]["start"] == 8
-    assert said(lives, "loaded step-00000008 from memory")
-    assert said(lives, "0 ranks received their parts"), "each node has its own"
+    assert is_logged(lives, "loaded step-00000008 from memory")
+    assert is_logged(lives, "0 ranks received their parts"), "each node has its own"
     assert lives[0]["age"] == 1, "the newest checkpoint on disk is of step 8"
 
 
@@ -212,7 +214,7 @@ def test_copies_of_abandoned_steps_are_not_used(cluster):
     cluster.lose("CD")
     lives = cluster.run("ZZYY", until=3, disk_every=3)  # the node is back
     assert lives[0]["start"] == 3
-    assert not said(lives, "from memory")
+    assert not is_logged(lives, "from memory")
     assert cluster.copies("Z") == [], "and they are gone"
 
 
@@ -253,7 +255,7 @@ def small_tmpfs(cluster):
 def test_node_without_memory_for_two_copies_disables_copies(cluster, small_tmpfs):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
-    assert said(lives, "MiB of shared memory are free, and two copies need")
+    assert is_logged(lives, "MiB of shared memory are free, and two copies need")
     assert cluster.copies("A") == []
     assert not list(small_tmpfs.iterdir())
 
@@ -283,7 +285,7 @@ def test_memory_copies_are_private_and_symlinks_are_not_followed(cluster, tmp_pa
     cluster.node("L").symlink_to(tmp_path / "elsewhere")
     lives = cluster.run("LL", SHARDED, until=4)
     assert [life["on"] for life in lives] == [False, False]
-    assert said(lives, "a link is not followed")
+    assert is_logged(lives, "a link is not followed")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -299,21 +301,21 @@ def test_forged_manifest_is_skipped(cluster):
         path.write_text(json.dumps({**content, "sha256": content_digest(content)}))
     lives = cluster.run("AA", SHARDED, until=4)
     assert lives[0]["start"] == 3
-    assert said(lives, "skipping step-00000004 in memory")
+    assert is_logged(lives, "skipping step-00000004 in memory")
 
 
 def test_auto_enables_copies_where_workers_are_restarted(cluster):
     assert not any(life["on"] for life in cluster.run("AABB", until=1, every="auto"))
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
-    assert said(answers, "in-memory checkpoints on: one every 10 steps")
+    assert is_logged(answers, "in-memory checkpoints on: one every 10 steps")
 
 
 def _auto(run_dir, node, mesh):
     # Rank 0's environment decides; the environments of the other ranks have no effect.
     given = {"TORCHELASTIC_MAX_RESTARTS": "3" if dist.get_rank() == 0 else "0"}
     with mock.patch.dict(os.environ, given):
-        return life(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)
+        return train_until(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)
 
 
 def test_folders_of_ended_launchers_are_removed_and_missing_space_names_the_key(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
-from training import build_llama, optimizer_of, whole
+from training import build_llama, full_tensor_of, optimizer_of
 from workers import refusal
 
 from parallel2d import (
@@ -83,7 +83,7 @@ def through_torch(state, name):
     return {"model": bare.state_dict(), "optimizer": bare_optimizer.state_dict()}
 
 
-def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
+def round_trip(mesh_sizes, config, name, from_rank0, key_by, bare=False):
     """Gather the states, load them into a fresh model of another seed, and compare the next steps
     of both.
     """
@@ -100,13 +100,13 @@ def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "mesh", "config", "key_by"), LAYOUTS)
 def test_full_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):
-    results = ranks.run(world, there_and_back, mesh, config, "adamw", True, key_by)
+    results = ranks.run(world, round_trip, mesh, config, "adamw", True, key_by)
     # other ranks keep nothing
     assert results == [(True, 2)] + [(True, 0)] * (world - 1)
 
 
 def test_optimizer_continues_from_full_state_of_each_rank(ranks):
-    assert ranks.run(4, there_and_back, *HYBRID, "sgd", False, "name") == [(True, 2)] * 4
+    assert ranks.run(4, round_trip, *HYBRID, "sgd", False, "name") == [(True, 2)] * 4
 
 
 def in_parts():
@@ -122,7 +122,7 @@ def in_parts():
     other, _ = fresh({"shard": dist.get_world_size()}, {"strategy": "zero3"})
     load_sharded_state(other, None, kept)  # split in another way: redistributed
     for key, p in other.named_parameters():
-        assert torch.equal(whole(p), whole(kept["model"][key]))
+        assert torch.equal(full_tensor_of(p), full_tensor_of(kept["model"][key]))
     values = kept["model"].values()
     return sum(local_part(value).numel() for value in values) / sum(v.numel() for v in values)
 
@@ -133,7 +133,7 @@ def test_sharded_state_loads_on_the_same_and_another_layout(ranks):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_full_state_round_trips_through_an_unwrapped_model(ranks, name):
-    found = ranks.run(4, there_and_back, *HYBRID, name, True, "id", bare=True)
+    found = ranks.run(4, round_trip, *HYBRID, name, True, "id", bare=True)
     assert found == [(True, 2)] + [(True, 0)] * 3
 
 

@@ -112,7 +112,7 @@ def root_links() -> str:
     return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
 
 
-def comes_to(pid: int, state: str) -> None:
+def reaches_state(pid: int, state: str) -> None:
     """Wait until the process is in this state; signals are delivered late on a busy machine."""
     jobs.wait_for(lambda: psutil.Process(pid).status() == state, 10.0)
 
@@ -183,23 +183,23 @@ def test_workers_are_killed_stopped_and_continued():
         job = cluster.run(["sh", "-c", WORKERS], launcher="none")
         workers: dict[tuple[int, int], int] = {}
 
-        def are_there() -> bool:
+        def processes_exist() -> bool:
             """A process has its LOCAL_RANK only once its shell has started it."""
             with contextlib.suppress(ClusterError):
                 for node, rank in itertools.product((0, 1), (0, 1)):
                     workers[node, rank] = cluster.nodes[node].worker(rank)
             return len(set(workers.values())) == 4
 
-        jobs.wait_for(are_there, 30.0)
+        jobs.wait_for(processes_exist, 30.0)
         cluster.stop_worker(0, 1)
-        comes_to(workers[0, 1], psutil.STATUS_STOPPED)
+        reaches_state(workers[0, 1], psutil.STATUS_STOPPED)
         cluster.continue_worker(0, 1)
-        comes_to(workers[0, 1], psutil.STATUS_SLEEPING)
+        reaches_state(workers[0, 1], psutil.STATUS_SLEEPING)
         cluster.kill_worker(1, 1)
         jobs.wait_for(lambda: job.poll()[1] is not None, 30.0)
         assert job.poll() == {0: None, 1: 137}
         for key in ((0, 0), (0, 1), (1, 0)):
-            comes_to(workers[key], psutil.STATUS_SLEEPING)
+            reaches_state(workers[key], psutil.STATUS_SLEEPING)
         says = r"node1 has no worker with local rank 1, only \['0'\]"
         with pytest.raises(ClusterError, match=says):
             cluster.kill_worker(1, 1)

@@ -201,10 +201,10 @@ def test_stopped_run_continues_from_its_checkpoint(folder):
         )  # fmt: skip
 
     def wait_for_step(step: int) -> None:
-        def is_there() -> bool:
+        def exists() -> bool:
             return metrics.exists() and len(rows(folder / "run")) >= step
 
-        jobs.wait_for(is_there)
+        jobs.wait_for(exists)
 
     launcher = start()
     wait_for_step(2)

@@ -124,7 +124,7 @@ def differing(model, expected):
     """Names of tensors that are not bitwise equal to one process."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert named.keys() == expected.keys()
-    whole = {name: training.whole(each) for name, each in named.items()}
+    whole = {name: training.full_tensor_of(each) for name, each in named.items()}
     return [name for name, each in whole.items() if not torch.equal(each, expected[name])]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_command_line import execute
-from training import whole
+from training import full_tensor_of
 from workers import WorkerError
 
 from parallel2d.base.errors import ConfigError
@@ -334,7 +334,9 @@ def losses_and_weights(folder, run_dir, words, hooks):
     trainer.model.head.eval()
     trainer.run()
     trainer.recorder.close()
-    weights = [whole(parameter).detach().numpy() for parameter in trainer.model.parameters()]
+    weights = [
+        full_tensor_of(parameter).detach().numpy() for parameter in trainer.model.parameters()
+    ]
     return weights, torch.get_rng_state().numpy(), [m.training for m in trainer.model.modules()]
 
 

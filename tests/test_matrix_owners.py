@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, int | None]] = {
 }
 
 
-def odd_model(layout: str = "") -> nn.Module:
+def unusual_model(layout: str = "") -> nn.Module:
     """Odd shapes, a frozen block, a tied embedding, a matrix of one row."""
     torch.manual_seed(0)
     inner = TENSOR_INNER if "tensor" in layout else 7
@@ -73,7 +73,7 @@ def samples(step: int) -> torch.Tensor:
 
 def expected_weights(layout: str = "", part: slice = slice(None)) -> dict[str, Any]:
     """Trained by torch's own Muon and AdamW on one process."""
-    model = odd_model(layout)
+    model = unusual_model(layout)
     optimizers = plain_optimizers(model, OPTIMIZERS["muon"])
     for step in range(STEPS):
         model(samples(step)[part]).square().mean().backward()
@@ -89,7 +89,7 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
     mesh = build_mesh(MeshSpec(**sizes), strategy)
     config = ParallelConfig(strategy, precision="fp64", sync=sync or SyncConfig())
     plan = PLAN if mesh_shape(mesh).tensor > 1 else None
-    model = parallelize(odd_model(layout), mesh, config, tensor_plan=plan)
+    model = parallelize(unusual_model(layout), mesh, config, tensor_plan=plan)
     optimizer = build_optimizer(model, OPTIMIZERS["muon"])
     iterated = []
 
@@ -113,7 +113,7 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
 def trained_matrices(layout: str = "") -> list[tuple]:
     return [
         tuple(parameter.shape)
-        for name, parameter in odd_model(layout).named_parameters()
+        for name, parameter in unusual_model(layout).named_parameters()
         if name.startswith("blocks.") and parameter.ndim == 2 and parameter.requires_grad
     ]
 
@@ -182,8 +182,8 @@ def test_owners_are_the_same_on_all_ranks_and_have_equal_work(ranks):
 def misbuilt() -> None:
     first = build_mesh(MeshSpec(shard=2), "zero3")
     second = build_mesh(MeshSpec(replicate=2), "ddp")
-    one = parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64"))
-    other = parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64"))
+    one = parallelize(unusual_model(), first, ParallelConfig("zero3", precision="fp64"))
+    other = parallelize(unusual_model(), second, ParallelConfig("ddp", precision="fp64"))
     groups = [{"pattern": "*.up.weight", "algorithm": "muon"}]
     with pytest.raises(ConfigError, match="on one mesh"):
         build_optimizer(nn.ModuleList([one, other]), replace(OPTIMIZERS["muon"], groups=groups))

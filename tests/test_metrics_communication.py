@@ -203,7 +203,7 @@ def public_attributes() -> list[dict[str, int]]:
     ]
 
 
-def leave_torch_alone() -> list[bool]:
+def keep_torch_unchanged() -> list[bool]:
     """True if torch is unchanged while a meter is installed and after it."""
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     before = public_attributes()
@@ -215,7 +215,7 @@ def leave_torch_alone() -> list[bool]:
 
 
 def test_meter_replaces_no_attribute_of_torch(ranks):
-    assert ranks.run(2, leave_torch_alone) == [[True, True]] * 2
+    assert ranks.run(2, keep_torch_unchanged) == [[True, True]] * 2
 
 
 def count_by_group() -> None:

@@ -129,7 +129,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = {n: training.whole(p).detach() for n, p in model.named_parameters()}
+    weights = {n: training.full_tensor_of(p).detach() for n, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
@@ -205,7 +205,9 @@ def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
         parts.module, mesh, parallel2d.ParallelConfig("hybrid"), seed=0, **given
     )
     saved = _saved(kind).state_dict()
-    return [torch.equal(training.whole(p), saved[name]) for name, p in model.named_parameters()]
+    return [
+        torch.equal(training.full_tensor_of(p), saved[name]) for name, p in model.named_parameters()
+    ]
 
 
 @LIBRARY

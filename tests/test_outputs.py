@@ -68,7 +68,7 @@ def _gradients(kind: type[nn.Linear], strategy: str) -> float:
         out.square().mean().backward()
     expected = dict(plain.named_parameters())
     return max(
-        float((training.whole(parameter.grad) - expected[name].grad).abs().max())
+        float((training.full_tensor_of(parameter.grad) - expected[name].grad).abs().max())
         for name, parameter in model.named_parameters()
     )
 

@@ -57,7 +57,7 @@ class TakingOver(Hook):
             set_aside_after("run/metrics.jsonl", 1)
 
 
-def taken_over(folder):
+def superseded(folder):
     trainer = jobs.build(folder, "run", ["strategy=ddp"], [TakingOver()])
     with pytest.raises(RunTakenOver):
         trainer.run()
@@ -65,4 +65,4 @@ def taken_over(folder):
 
 
 def test_start_without_its_lock_writes_no_row(ranks, folder):
-    assert ranks.run(1, taken_over, str(folder)) == [[1]]
+    assert ranks.run(1, superseded, str(folder)) == [[1]]

@@ -144,7 +144,7 @@ def _shared_block(bucketing):
     mesh = build_mesh(MeshSpec(), "zero3")
     model = parallelize(model, mesh, ParallelConfig("zero3", bucketing), seed=0)
     model(torch.ones(2, 4)).sum().backward()
-    return {name: training.whole(p).tolist() for name, p in model.named_parameters()}
+    return {name: training.full_tensor_of(p).tolist() for name, p in model.named_parameters()}
 
 
 def test_a_block_that_two_parents_share_is_initialized_and_sharded_once(ranks):
@@ -263,7 +263,7 @@ def _initial_strange():
     with build_on_meta():
         model = Strange()
     model = parallelize(model, build_mesh(MeshSpec(), "hybrid"), seed=1)
-    return model.window.sum().item(), training.whole(model.gates["a"].scale).mean().item()
+    return model.window.sum().item(), training.full_tensor_of(model.gates["a"].scale).mean().item()
 
 
 def test_meta_models_are_materialized_with_buffers_and_reset_parameters(ranks):
@@ -308,9 +308,9 @@ def _mixed_norms(norm_types):
     for norm_type in norm_types:
         model.zero_grad()
         model(torch.arange(32).view(2, 16)).square().sum().backward()
-        whole = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
+        whole = torch.cat([training.full_tensor_of(p.grad).flatten() for p in model.parameters()])
         ours = clip_gradient_norm(model.parameters(), 1e-3, norm_type).item()
-        after = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
+        after = torch.cat([training.full_tensor_of(p.grad).flatten() for p in model.parameters()])
         found.append((ours, whole.norm(norm_type).item(), after.norm(norm_type).item()))
     return found
 

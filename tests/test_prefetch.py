@@ -98,7 +98,7 @@ def test_all_gathers_are_issued_the_configured_number_of_groups_ahead(ranks, ahe
 
 def _step(model, x):
     model(x).square().sum().backward()
-    gradients = [training.whole(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [training.full_tensor_of(p.grad) for p in model.parameters() if p.grad is not None]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:

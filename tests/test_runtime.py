@@ -67,7 +67,7 @@ def three_ranks() -> list[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def one_process() -> list[dict[str, Any]]:
-    return start(0, "alone", "signals", "foreign")[0]
+    return start(0, "single_process", "signals", "foreign")[0]
 
 
 def check_nothing_is_left(answers: list[dict[str, Any]], resident: float) -> None:

@@ -54,7 +54,7 @@ esac
 
 
 class Batch:
-    """One life of a job: `sbatch`'s part is to run the script with the job's variables and a log that is appended to."""
+    """One start of a job: `sbatch`'s part is to run the script with the job's variables and a log that is appended to."""
 
     def __init__(self, folder: Path, life: int, *words: str, **variables: str) -> None:
         programs = folder / "programs"
@@ -82,12 +82,12 @@ class Batch:
     def stop_after_step(self, step: int) -> list[dict]:
         """Ask only the script to stop, as --signal=B:USR1@120 does. Returns the rows of the run."""
 
-        def is_there() -> bool:
+        def exists() -> bool:
             assert self.process.poll() is None, self.log.read_text()
             return any(row["step"] >= step for row in self.rows())
 
         try:
-            jobs.wait_for(is_there, 300)
+            jobs.wait_for(exists, 300)
             self.process.send_signal(signal.SIGUSR1)
         finally:
             code = self.end()
@@ -102,8 +102,8 @@ class Batch:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def live_twice(folder: Path, *words: str, **variables: str) -> str:
-    """A job that is asked to stop after three steps, and its next life, which is asked too."""
+def start_twice(folder: Path, *words: str, **variables: str) -> str:
+    """A job that is asked to stop after three steps, and its next start, which is asked too."""
     first = Batch(folder, 0, *words, **variables)
     reached = first.stop_after_step(3)[-1]["step"]
     job = first.run_dir.name.rpartition("-")[2]
@@ -124,7 +124,7 @@ def live_twice(folder: Path, *words: str, **variables: str) -> str:
 @pytest.mark.slow
 def test_signal_saves_and_requeues_and_the_next_start_resumes(folder):
     """Ranks by srun: one node, two tasks."""
-    live_twice(folder, START="ranks", TASKS_PER_NODE="2")
+    start_twice(folder, START="ranks", TASKS_PER_NODE="2")
 
 
 @pytest.mark.soak
@@ -135,7 +135,7 @@ def test_launchers_on_two_nodes_save_requeue_and_resume(folder):
     if address is None:
         pytest.skip("this machine has no address beside loopback")
     nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": address}
-    assert "waiting for launch.nnodes=2 nodes" in live_twice(
+    assert "waiting for launch.nnodes=2 nodes" in start_twice(
         folder, "launch.nproc_per_node=1", **nodes
     )
 

@@ -386,7 +386,7 @@ class Uneven(Case):
         return self.decode(self.encode(x), route)
 
 
-def _odd_loops():
+def _unusual_loops():
     """The largest difference from one process after each of several loops that people write; every group is a bucket."""
     mesh = build_mesh(HYBRID, "hybrid")
     rank = data_coordinate(mesh)
@@ -463,7 +463,7 @@ def _odd_loops():
 
 
 def test_custom_loops_give_the_gradients_of_one_process(ranks):
-    for found in ranks.run(4, _odd_loops):
+    for found in ranks.run(4, _unusual_loops):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}
 
 

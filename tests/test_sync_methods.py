@@ -488,12 +488,12 @@ def _without_attaching(strategy, sync):
     sync_runs.loss_of(model, sync_runs.batch_of(1)).backward()
 
 
-def _on_whole_parameters(strategy, sync):
+def _on_full_parameters(strategy, sync):
     model = _sharded_model(strategy, sync)
     parallel2d.attach_optimizer(model, sync_runs.adamw(model.parameters()))
 
 
-def _whole_in_a_later_group(strategy, sync):
+def _full_in_a_later_group(strategy, sync):
     model, optimizer = _trained_model(strategy, sync)
     optimizer.add_param_group({"params": [next(model.parameters())]})
     _step(model, optimizer, 1)
@@ -538,8 +538,8 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
     (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a custom loop does not have"),
-    (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
-    (_whole_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
+    (_on_full_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
+    (_full_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
     (_stepped_in_no_sync, "ddp", {}, r"gradients from no_sync\(\) only"),

@@ -62,7 +62,8 @@ class Tabled(nn.Module):
 def equals(model, whole):
     expected = whole.state_dict() if isinstance(whole, nn.Module) else whole
     return all(
-        torch.equal(training.whole(p), expected[name]) for name, p in model.named_parameters()
+        torch.equal(training.full_tensor_of(p), expected[name])
+        for name, p in model.named_parameters()
     )
 
 
@@ -300,8 +301,8 @@ SUMMONED = (
 def values_of(model):
     values, gradients = {}, {}
     for name, parameter in model.named_parameters():
-        values[name] = training.whole(parameter).clone()
-        gradients[name] = training.whole(parameter.grad).clone()
+        values[name] = training.full_tensor_of(parameter).clone()
+        gradients[name] = training.full_tensor_of(parameter.grad).clone()
     return values, gradients
 
 
@@ -384,7 +385,7 @@ def _clip():
     with pytest.raises(ValueError, match="max_value=-1"):
         clip_gradient_value(model.parameters(), -1)
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    same = all(torch.equal(training.whole(p.grad), q.grad) for p, q in pairs)
+    same = all(torch.equal(training.full_tensor_of(p.grad), q.grad) for p, q in pairs)
     return same, clip_gradient_norm(model.parameters(), math.inf).item() > 3
 
 

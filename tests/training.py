@@ -105,7 +105,7 @@ def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     return optimizer
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor_of(parameter: Tensor) -> Tensor:
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
     return parameter.detach().clone()
@@ -113,7 +113,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     return {
-        name: whole(p).detach().double().clone().numpy() for name, p in model.named_parameters()
+        name: full_tensor_of(p).detach().double().clone().numpy()
+        for name, p in model.named_parameters()
     }
 
 
@@ -226,7 +227,9 @@ class Averages:
         copied = getattr(self.copy, "module", self.copy)
         found |= {f"average.{name}": each for name, each in copied.named_parameters()}
         found |= {f"torch.{name}": each for name, each in self.of_torch.module.named_parameters()}
-        return {name: whole(each).detach().double().numpy() for name, each in found.items()}
+        return {
+            name: full_tensor_of(each).detach().double().numpy() for name, each in found.items()
+        }
 
 
 def reference(

@@ -69,10 +69,10 @@ class MeshGroups:
         self.kept: dict[tuple[Any, ...], Any] = {}
         self._taken: Counter[tuple[Any, ...]] = Counter()  # groups that a test may have only once
         self._make = dist.new_group
-        device_mesh.new_group = self._kept_or_new
-        dist.new_group = self._kept_or_new
+        device_mesh.new_group = self._cached_or_new
+        dist.new_group = self._cached_or_new
 
-    def _kept_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
+    def _cached_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
         from parallel2d.parallel.sync.engine.replica_reducer import GROUP_NAME
 
         key: tuple[Any, ...] = (tuple(ranks or ()), options.get("backend"))
