@@ -1,6 +1,8 @@
-"""A headless Chromium, driven over its own debugging pipe: pages are opened and asked with JavaScript.
+"""A headless Chromium, driven over its own debugging pipe: pages are opened and asked with
+JavaScript.
 
-The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is JSON that ends with a zero byte.
+The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is
+JSON that ends with a zero byte.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks of a pool."""
+"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on
+the ranks of a pool.
+"""
 
 import logging
 import os

@@ -23,7 +23,9 @@ from parallel2d.base.config import CheckpointConfig
 
 
 class AllCollectives(CollectiveCounter):
-    """Counts the functional collectives of DTensors too, and kinds that the engine does not use under their own names."""
+    """Counts the functional collectives of DTensors too, and kinds that the engine does not use
+    under their own names.
+    """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().partition("::")[2]

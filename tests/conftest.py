@@ -17,7 +17,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))
 sys.path.append(os.path.join(os.path.dirname(os.path.dirname(__file__)), "examples"))
 
-# torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
+# torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when
+# torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from workers import Pools
@@ -55,7 +56,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_log_handlers() -> Iterator[None]:
-    """Takes back the handlers that Hydra sets up in this process; their stream is closed when the test is over."""
+    """Takes back the handlers that Hydra sets up in this process; their stream is closed when the
+    test is over.
+    """
     root = logging.getLogger()
     before = list(root.handlers)
     yield

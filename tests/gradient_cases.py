@@ -1,7 +1,9 @@
-"""Models that use their parameters differently by rank and by micro-batch, for `test_gradient_routes`.
+"""Models that use their parameters differently by rank and by micro-batch, for
+`test_gradient_routes`.
 
-Each case is a class: its constructor builds the model from the global random state, ``loss(x, route)`` computes one micro-batch.
-A route is (number of the data rank, number of its replica, number of the micro-batch, number of the step).
+Each case is a class: its constructor builds the model from the global random state, ``loss(x,
+route)`` computes one micro-batch. A route is (number of the data rank, number of its replica,
+number of the micro-batch, number of the step).
 """
 
 from typing import NamedTuple

@@ -1,8 +1,10 @@
 """A communicator on CPU that behaves as NCCL; `install` puts it in the place of gloo's.
 
-A collective completes on a stream: its result appears once the host has seen it done, and not before. With a dead peer it hangs for ever, and
-no error comes. After `abort` it is done, with undefined outputs, and its error is known before that. The next quorum needs the abort of all
-that is in flight. ``revokes``: half of the collectives abort by themselves when the network tells of a loss, as a watchdog does.
+A collective completes on a stream: its result appears once the host has seen it done, and not
+before. With a dead peer it hangs for ever, and no error comes. After `abort` it is done, with
+undefined outputs, and its error is known before that. The next quorum needs the abort of all that
+is in flight. ``revokes``: half of the collectives abort by themselves when the network tells of a
+loss, as a watchdog does.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""A job on this process group, built by the same functions as on the command line, and stopped when the test says so."""
+"""A job on this process group, built by the same functions as on the command line, and stopped
+when the test says so.
+"""
 
 import contextlib
 import functools

@@ -102,7 +102,9 @@ def train_until(
 
 
 def on_rank_1(method: str, call: int, act: Any) -> None:
-    """Rank 1 calls ``act``, with the arguments, before it calls a method of its store for the ``call``-th time."""
+    """Rank 1 calls ``act``, with the arguments, before it calls a method of its store for the
+    ``call``-th time.
+    """
     original, calls = getattr(LocalStore, method), []
 
     def acting(*args: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Models and faults for tests of certificates. A fault is something that a library, a driver or a user's code could do on a rank."""
+"""Models and faults for tests of certificates. A fault is something that a library, a driver or a
+user's code could do on a rank.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -139,7 +141,9 @@ def run(
     seed: int | None = None,
     tensor_plan: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The certificate of this process group, as plain values. ``seed``: of all ranks' random numbers; default: each has its own."""
+    """The certificate of this process group, as plain values. ``seed``: of all ranks' random
+    numbers; default: each has its own.
+    """
     words = dict(parallel)
     if "sync" in words:
         words["sync"] = SyncConfig(**words["sync"])

@@ -1,6 +1,8 @@
-"""Programs for the tests of the runtime, which need processes without a process group: `main` calls them by name, one after another.
+"""Programs for the tests of the runtime, which need processes without a process group: `main`
+calls them by name, one after another.
 
-python runtime_runs.py FUNCTION[:ARGUMENT] ...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, or without
+python runtime_runs.py FUNCTION[:ARGUMENT] ... with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+in the environment, or without
 """
 
 import atexit

@@ -1,4 +1,6 @@
-"""Runs of every sync method on several ranks, and of its one-process reference, on the same model and data."""
+"""Runs of every sync method on several ranks, and of its one-process reference, on the same model
+and data.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -40,7 +42,9 @@ class Branch(nn.Module):
 
 
 def small_model(scalar: bool = False) -> nn.Module:
-    """Two blocks between layers of other shapes; the same weights each time. ``scalar``: with parameters without dimensions."""
+    """Two blocks between layers of other shapes; the same weights each time. ``scalar``: with
+    parameters without dimensions.
+    """
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(9, WIDTH), Branch(WIDTH), Branch(WIDTH), nn.Linear(WIDTH, 3))
     if not scalar:

@@ -197,7 +197,9 @@ RUNS = [
     *OFTEN, *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
 ])  # fmt: skip
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
-    """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
+    """Losses, the first gradient norm and the weights after a few steps; compiled where the mode
+    needs it or the case says so.
+    """
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)

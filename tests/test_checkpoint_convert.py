@@ -1,5 +1,6 @@
-"""Every format round-trips bit by bit, Hugging Face computes the same logits, no conversion holds the model in memory, and files
-that are made to harm are one message within bounds."""
+"""Every format round-trips bit by bit, Hugging Face computes the same logits, no conversion holds
+the model in memory, and files that are made to harm are one message within bounds.
+"""
 
 import copy
 import inspect

@@ -1,6 +1,8 @@
-"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one clear message.
+"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer
+is one clear message.
 
-Checksums are recomputed to match after every alteration: they guard against accidents and are not the defence.
+Checksums are recomputed to match after every alteration: they guard against accidents and are not
+the defence.
 """
 
 import hashlib

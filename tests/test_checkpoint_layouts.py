@@ -22,7 +22,9 @@ MESH = {"replicate": 2, "shard": 2}
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, tmp_path_factory):
-    """fp64 losses of a run on hybrid 2x2 that never stopped, and the run dir of one that stopped at step 4."""
+    """fp64 losses of a run on hybrid 2x2 that never stopped, and the run dir of one that stopped
+    at step 4.
+    """
     folder = tmp_path_factory.mktemp("source")
     whole = ranks.run(4, run, str(folder / "whole"), MESH, PRECISE, steps=STEPS)[0]
     ranks.run(4, run, str(folder / "half"), MESH, PRECISE, steps=4)

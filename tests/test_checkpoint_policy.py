@@ -341,7 +341,9 @@ def test_unshared_run_dir_is_refused_with_the_host(ranks, tmp_path):
 
 
 def test_checkpoint_of_the_previous_version_is_loaded(tmp_path):
-    """Two ranks wrote it, each its part; the values count on from a hundred times the number of the tensor."""
+    """Two ranks wrote it, each its part; the values count on from a hundred times the number of
+    the tensor.
+    """
     folder = Path(__file__).parent / "written_before" / "step-00000002"
     small = Small(tmp_path, resume=str(folder))
     note = "written by the version before"

@@ -1,4 +1,6 @@
-"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the publication."""
+"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last,
+is the publication.
+"""
 
 import os
 

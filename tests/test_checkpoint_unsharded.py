@@ -239,7 +239,9 @@ def is_plain(value):
 
 
 class Held(TorchDispatchMode):
-    """Bytes of tensors made inside that are alive at once, at most. Storage is counted once, views included."""
+    """Bytes of tensors made inside that are alive at once, at most. Storage is counted once, views
+    included.
+    """
 
     def __init__(self):
         super().__init__()

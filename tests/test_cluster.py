@@ -1,4 +1,6 @@
-"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real training on its nodes."""
+"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real
+training on its nodes.
+"""
 
 import contextlib
 import itertools
@@ -62,7 +64,8 @@ try:
 except OSError as error:
     print("ERROR", type(error).__name__, flush=True)
 """
-WORKERS = "LOCAL_RANK=0 sleep 1000 & LOCAL_RANK=1 sleep 1001 & wait $!"  # a launcher that ends with its last worker
+# a launcher that ends with its last worker
+WORKERS = "LOCAL_RANK=0 sleep 1000 & LOCAL_RANK=1 sleep 1001 & wait $!"
 
 
 def python(source: str, *arguments: object) -> list[str]:

@@ -1,4 +1,6 @@
-"""The order of collectives in a shard group: differences are found before anything hangs, without locks, and a killed rank leaves nothing."""
+"""The order of collectives in a shard group: differences are found before anything hangs, without
+locks, and a killed rank leaves nothing.
+"""
 
 import functools
 import logging

@@ -1,4 +1,6 @@
-"""Every row of docs/coming-from.md and every script of docs/coming-from-scripts.md runs and has the effect that the page describes."""
+"""Every row of docs/coming-from.md and every script of docs/coming-from-scripts.md runs and has
+the effect that the page describes.
+"""
 
 import contextlib
 import dataclasses

@@ -72,7 +72,9 @@ class Gpt(nn.Module):
 
 
 class Modulated(nn.Module):
-    """Zeros, values that torch's initializer does not show on meta, a module that was copied, and one given a parameter."""
+    """Zeros, values that torch's initializer does not show on meta, a module that was copied, and
+    one given a parameter.
+    """
 
     def __init__(self, dim=16):
         super().__init__()

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md quotes messages: each of them stands in the source of the package, or in torch's libraries."""
+"""docs/troubleshooting.md quotes messages: each of them stands in the source of the package, or in
+torch's libraries.
+"""
 
 import ast
 import functools

@@ -1,5 +1,7 @@
-"""The documentation builds as a site without a warning; every key, name and page is in it; a page loads nothing from elsewhere
-and is never wider than the window; a newcomer's questions are answered."""
+"""The documentation builds as a site without a warning; every key, name and page is in it; a page
+loads nothing from elsewhere and is never wider than the window; a newcomer's questions are
+answered.
+"""
 
 import html
 import posixpath
@@ -22,7 +24,9 @@ IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?(?:https?:)?//")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built pages. Warnings are errors, among them links that lead nowhere and pages in no table of contents."""
+    """The folder of the built pages. Warnings are errors, among them links that lead nowhere and
+    pages in no table of contents.
+    """
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "tools.docs.site", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -1,4 +1,6 @@
-"""The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values for the names that a reader brings."""
+"""The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values
+for the names that a reader brings.
+"""
 
 import os
 import re

@@ -1,4 +1,6 @@
-"""The commands of README.md and docs/ are accepted as they stand: their words compose and pass every check."""
+"""The commands of README.md and docs/ are accepted as they stand: their words compose and pass
+every check.
+"""
 
 import os
 import re

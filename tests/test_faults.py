@@ -64,7 +64,9 @@ SLACK = 3.0  # times as long as on a machine that does nothing else
 
 
 class Disturbed:
-    """The job on its cluster. Every fault is a method that returns the seconds until the next step was done."""
+    """The job on its cluster. Every fault is a method that returns the seconds until the next step
+    was done.
+    """
 
     def __init__(
         self,
@@ -265,7 +267,9 @@ def undisturbed(folder: Path, steps: int, method: Sequence[str]) -> list[dict[st
 
 
 def compare(rows: list[dict[str, object]], expected: list[dict[str, object]]) -> float:
-    """Every step once and in order, every batch the right one, every loss equal. Returns the largest relative difference."""
+    """Every step once and in order, every batch the right one, every loss equal. Returns the
+    largest relative difference.
+    """
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["data/batch_hash"] for row in rows] == [row["data/batch_hash"] for row in expected]
     worst = max(
@@ -316,7 +320,8 @@ def run(
 @pytest.mark.slow
 def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
-    # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again before the other.
+    # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again
+    # before the other.
     run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
 
 

@@ -1,4 +1,6 @@
-"""Features of all ranks inside a step: a contrastive loss has the gradients of one process on every layout."""
+"""Features of all ranks inside a step: a contrastive loss has the gradients of one process on
+every layout.
+"""
 
 import copy
 
@@ -67,7 +69,9 @@ def backward_at_once(model, mesh, own, first):
 
 
 def backward_by_chunks(model, mesh, own, first):
-    """The recipe of docs/library.md: features without a graph, their gradients, then one chunk after the other."""
+    """The recipe of docs/library.md: features without a graph, their gradients, then one chunk
+    after the other.
+    """
     with torch.no_grad():
         features = [model(view) for view in own]
     leaves = [each.requires_grad_() for each in features]

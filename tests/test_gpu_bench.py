@@ -9,7 +9,9 @@ SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
 
 
 def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
-    """The rows of the table that the script prints, its head first. ``ranks``: started by torchrun, unless 0."""
+    """The rows of the table that the script prints, its head first. ``ranks``: started by
+    torchrun, unless 0.
+    """
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}") if ranks else ()
     run = jobs.run_python(*launcher, str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]

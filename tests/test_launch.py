@@ -73,7 +73,8 @@ class Slowly(Hook):
 """
 
 
-# Python runs it at the start of each process. It notes each call of the functions that parse, check and resolve.
+# Python runs it at the start of each process. It notes each call of the functions that parse,
+# check and resolve.
 COUNTING = """
 import importlib.machinery
 import os
@@ -186,8 +187,10 @@ def test_each_process_parses_the_config_and_resolves_the_mesh_once(tmp_path, lau
 
 @pytest.mark.slow
 def test_killed_workers_restart_and_resume(tmp_path):
-    """On one machine: SIGKILL of the server; from copies in memory the run ends with the losses and batches of one that nothing happened to.
-    Its sync method keeps state between steps: outer momentum, residuals, a fragment on its way."""
+    """On one machine: SIGKILL of the server; from copies in memory the run ends with the losses
+    and batches of one that nothing happened to. Its sync method keeps state between steps: outer
+    momentum, residuals, a fragment on its way.
+    """
     method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
     words = command(tmp_path, "train.steps=80", *method)
     (tmp_path / "slowly.py").write_text(SLOWLY)
@@ -288,7 +291,9 @@ def test_job_name_is_reusable_after_its_job_ended(server):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once; ``wait_for(condition, *launchers)`` while these look."""
+    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once;
+    ``wait_for(condition, *launchers)`` while these look.
+    """
     monkeypatch.setattr(rounds, "_BEAT_S", 0.1)
     at, settings = (
         own_rendezvous(str(tmp_path)),

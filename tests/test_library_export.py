@@ -1,4 +1,6 @@
-"""A checkpoint of a model of the ``transformers`` library becomes a folder that the library loads as it is, from any layout."""
+"""A checkpoint of a model of the ``transformers`` library becomes a folder that the library loads
+as it is, from any layout.
+"""
 
 import dataclasses
 import json

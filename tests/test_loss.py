@@ -1,4 +1,6 @@
-"""The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens, however they fall."""
+"""The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens,
+however they fall.
+"""
 
 import pytest
 import torch
@@ -74,7 +76,9 @@ def test_only_one_chunk_is_held_in_full_precision():
 
 
 def test_chunks_on_a_gpu_are_few():
-    """A micro-batch of 16,384 tokens and a vocabulary of 128,256: each chunk costs about 16 kernel launches."""
+    """A micro-batch of 16,384 tokens and a vocabulary of 128,256: each chunk costs about 16 kernel
+    launches.
+    """
     rows = chunk_elements("cuda") // 128_256
     assert -(-16_384 // rows) <= 16
     assert chunk_elements("cpu") == 2**22

@@ -1,4 +1,6 @@
-"""Axis sizes, placement on hosts, refusals. No process group is needed for any of it, and one test proves it on real ranks."""
+"""Axis sizes, placement on hosts, refusals. No process group is needed for any of it, and one test
+proves it on real ranks.
+"""
 
 import pytest
 import torch

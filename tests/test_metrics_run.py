@@ -1,4 +1,6 @@
-"""Measurements and records of real runs: whole jobs, started as people start them, and jobs on the ranks of the tests."""
+"""Measurements and records of real runs: whole jobs, started as people start them, and jobs on the
+ranks of the tests.
+"""
 
 import contextlib
 import json

@@ -76,7 +76,9 @@ def _normalized():
 
 
 def _statistics_and_pickles():
-    """An evaluation with statistics that differ is warned of once, by rank 0, and not after `average_buffers`."""
+    """An evaluation with statistics that differ is warned of once, by rank 0, and not after
+    `average_buffers`.
+    """
     model, x = _normalized()
     model.eval()
     with logged("parallel2d", logging.WARNING) as said:

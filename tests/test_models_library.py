@@ -100,7 +100,9 @@ def loss_of(
 def run(
     kind: str, sizes: dict[str, int], config: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Losses, norms and final weights on this process group; on a single rank without any of our code in the loop."""
+    """Losses, norms and final weights on this process group; on a single rank without any of our
+    code in the loop.
+    """
     alone = torch.distributed.get_world_size() == 1
     parallel = parallel2d.ParallelConfig(precision="fp64", **config)
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), parallel.strategy.name)

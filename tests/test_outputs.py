@@ -1,4 +1,6 @@
-"""Modules that return views: a hook on such a tensor crashes torch, or is lost when its caller changes it in place."""
+"""Modules that return views: a hook on such a tensor crashes torch, or is lost when its caller
+changes it in place.
+"""
 
 import copy
 

@@ -47,7 +47,9 @@ class Gate(nn.Module):
 
 
 class Strange(nn.Module):
-    """Convolution, recurrent cell, attention, a loop over gates, a buffer that the constructor computes, a frozen layer."""
+    """Convolution, recurrent cell, attention, a loop over gates, a buffer that the constructor
+    computes, a frozen layer.
+    """
 
     def __init__(self, dim=12):
         super().__init__()

@@ -1,7 +1,9 @@
-"""The heart: losses, gradient norms and weights do not depend on the layout, and equal plain PyTorch.
+"""The heart: losses, gradient norms and weights do not depend on the layout, and equal plain
+PyTorch.
 
-The reference has none of our code in its loop: one process, the whole global batch, torch's cross-entropy and clipping. Targets
-are partly ignored, unevenly over the sequences, so that a mean of rank means would be seen.
+The reference has none of our code in its loop: one process, the whole global batch, torch's cross-
+entropy and clipping. Targets are partly ignored, unevenly over the sequences, so that a mean of
+rank means would be seen.
 """
 
 import itertools
@@ -217,8 +219,9 @@ for number, field in enumerate(FIELDS):
 # 1e-7 (of bf16 gradients; else 3e-12), weights 1e-9 with fp32_modules, else 1e-15. An omitted
 # field changes weights by 8e-5 at least.
 EXACT = {"losses": 1e-12, "norm": 3e-7, "weights": 3e-9}
-# With a tensor axis, partial sums of bf16 products are rounded before they are added, which one process does not do. Measured:
-# loss 5e-5, norm 2.4e-4, weights 1e-2 (AdamW's first steps are as large for a gradient of rounding noise as for any other).
+# With a tensor axis, partial sums of bf16 products are rounded before they are added, which one
+# process does not do. Measured: loss 5e-5, norm 2.4e-4, weights 1e-2 (AdamW's first steps are as
+# large for a gradient of rounding noise as for any other).
 ROUNDED = {"losses": 1.5e-4, "norm": 1e-3, "weights": 3e-2}
 
 
@@ -244,8 +247,9 @@ def test_every_precision_field_equals_plain_pytorch_in_its_dtypes(ranks, field, 
         assert training.differences(other, expected)["weights"] > 2e-5
 
 
-# Largest relative difference of a loss from the fp32 reference over 20 steps, measured here on all strategies x tensor 1 and 2 by
-# `python tools/bench/precision.py`; the bound is about three times that.
+# Largest relative difference of a loss from the fp32 reference over 20 steps, measured here on all
+# strategies x tensor 1 and 2 by `python tools/bench/precision.py`; the bound is about three times
+# that.
 PRECISION_BOUNDS = {"bf16": 2e-4, "bf16_reduce_bf16": 2.2e-4, "fp16": 3e-5}
 # The same from plain PyTorch in the same dtypes, over 8 steps. Weights are equal only in the first
 # step. After it they differ in the last bit of fp32 (kernels of another CPU add in another order),

@@ -1,4 +1,6 @@
-"""Memory and bytes that are computed from shapes against real parallelized models on a process group without processes."""
+"""Memory and bytes that are computed from shapes against real parallelized models on a process
+group without processes.
+"""
 
 import dataclasses
 from typing import Any

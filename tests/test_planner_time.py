@@ -29,8 +29,9 @@ def placed(shape: MeshShape, dim: int, hosts: int):
 
 
 def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
-    """Bytes that a host sends per step, in units of the parameters, on gloo: two all-gathers and a reduce-scatter over the shard
-    axis, an all-reduce over the replicas."""
+    """Bytes that a host sends per step, in units of the parameters, on gloo: two all-gathers and a
+    reduce-scatter over the shard axis, an all-reduce over the replicas.
+    """
     gathered = sent_bytes("all_gather", parameters, shape.shard, "cpu")
     scattered = sent_bytes("reduce_scatter", parameters, shape.shard, "cpu")
     reduced = sent_bytes("all_reduce", parameters / shape.shard, shape.replicate, "cpu")
@@ -47,7 +48,8 @@ def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
     (4, MeshShape(8, 1), 1.754),
 ])  # fmt: skip
 def test_predicted_bytes_of_a_host_equal_kernel_counters(hosts, shape, measured):
-    # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of packets included.
+    # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of
+    # packets included.
     assert leaving(shape, hosts) == pytest.approx(measured, rel=0.006)
     assert leaving(shape, hosts) < measured
 

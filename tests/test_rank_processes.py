@@ -103,7 +103,8 @@ def test_forked_rank_has_the_state_of_a_new_process(tmp_path, monkeypatch):
     assert start("tell", told, out=tmp_path / "log", **{**given, "OMP_NUM_THREADS": "2"}).wait(60) == 0  # fmt: skip
     assert json.loads(told.read_text()) == {
         "environment": {"RANK": "3", "OMP_NUM_THREADS": "2", **given}, "threads": 2, "leads": True, "blocked": [], "handlers": [True, True],
-        "name": "rank 3", "folder": str(tmp_path), "path": str(tmp_path / "added"), "main": None,  # not the launcher's script
+        # not the launcher's script
+        "name": "rank 3", "folder": str(tmp_path), "path": str(tmp_path / "added"), "main": None,
         "sockets": 0,  # processes of a rank must not hold the descriptors of the server
     }  # fmt: skip
     assert (tmp_path / "log.out").read_text() == "to stdout\n"

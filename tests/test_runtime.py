@@ -25,7 +25,9 @@ PROGRAM = Path(__file__).with_name("runtime_runs.py")
 
 
 def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, Any]]]:
-    """Runs functions of `runtime_runs` in fresh processes, by rank and call; ``ranks=0``: in one without any environment."""
+    """Runs functions of `runtime_runs` in fresh processes, by rank and call; ``ranks=0``: in one
+    without any environment.
+    """
     of_ranks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in of_ranks}
     kept["OMP_NUM_THREADS"] = "1"

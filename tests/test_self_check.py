@@ -13,7 +13,9 @@ from parallel2d.instruments.preflight.self_check import GRADIENTS, RUNS
 
 
 def self_check(*options: str, package: Path | None = None):
-    """The exit code, the first line, the rows of the table by check, and the last line. ``package``: the folder of another package."""
+    """The exit code, the first line, the rows of the table by check, and the last line.
+    ``package``: the folder of another package.
+    """
     environment = dict(os.environ)
     if package is not None:
         environment["PYTHONPATH"] = str(package)

@@ -111,7 +111,9 @@ class Critic(nn.Module):
 
 
 def weights_of_critics(draws):
-    """The first weights of two critics that are built in one context, and of a copy of the second where its initializers set all of it."""
+    """The first weights of two critics that are built in one context, and of a copy of the second
+    where its initializers set all of it.
+    """
     mesh = build_mesh(MeshSpec(), "zero3")
     torch.manual_seed(0)
     with model_sharded_context(mesh, ParallelConfig("zero3"), seed=0):
@@ -187,7 +189,9 @@ def trained(model, parameters):
 
 
 def left_out(how, config, meta):
-    """Losses of three steps with the base left out; which parameters are sharded; dtypes of the base; the state."""
+    """Losses of three steps with the base left out; which parameters are sharded; dtypes of the
+    base; the state.
+    """
     mesh = build_mesh(MeshSpec(), "hybrid")
     torch.manual_seed(0)
     with build_on_meta() if meta else contextlib.nullcontext():

@@ -54,7 +54,9 @@ esac
 
 
 class Batch:
-    """One start of a job: `sbatch`'s part is to run the script with the job's variables and a log that is appended to."""
+    """One start of a job: `sbatch`'s part is to run the script with the job's variables and a log
+    that is appended to.
+    """
 
     def __init__(self, folder: Path, life: int, *words: str, **variables: str) -> None:
         programs = folder / "programs"
@@ -129,7 +131,9 @@ def test_signal_saves_and_requeues_and_the_next_start_resumes(folder):
 
 @pytest.mark.soak
 def test_launchers_on_two_nodes_save_requeue_and_resume(folder):
-    """Both nodes are this machine: two launchers with a rank each, which meet where others could, as launchers refuse loopback."""
+    """Both nodes are this machine: two launchers with a rank each, which meet where others could,
+    as launchers refuse loopback.
+    """
     addresses = [each.address for each in list_interfaces() if not is_loopback(each.address)]
     address = next((each for each in addresses if ":" not in each), None)
     if address is None:
@@ -143,7 +147,9 @@ def test_launchers_on_two_nodes_save_requeue_and_resume(folder):
 def run_stand_in(
     folder: Path, program: str, signals: tuple[int, ...] = (), **variables: str
 ) -> tuple[int, str, str]:
-    """The script with ``program`` (bash) where `python -m parallel2d.train` would run. Returns exit code, log and notes."""
+    """The script with ``program`` (bash) where `python -m parallel2d.train` would run. Returns
+    exit code, log and notes.
+    """
     stand_in = folder / "stand-in"
     stand_in.write_text(f"#!/bin/bash\n{program}\n")
     stand_in.chmod(0o755)

@@ -191,7 +191,9 @@ def test_additions_are_in_fp32_for_every_communication_dtype(ranks, spec, strate
 
 
 def _tensor_errors(tensor):
-    """The relative errors of norms, biases and routers with a tensor axis, by kind, from fp64; one data rank."""
+    """The relative errors of norms, biases and routers with a tensor axis, by kind, from fp64; one
+    data rank.
+    """
     mesh = build_mesh(MeshSpec(tensor=tensor), "zero3")
     plan = {"*.norm": "sequence", "*.router": "sequence", "*.up": "colwise", "*.down": "rowwise"}
     found = {}
@@ -240,7 +242,9 @@ class WholeBlocks(Case):
 
 
 class Swapped(Case):
-    """Rank 1 runs its blocks in another order: torch pairs them without a word, since they are equal in size."""
+    """Rank 1 runs its blocks in another order: torch pairs them without a word, since they are
+    equal in size.
+    """
 
     def forward(self, x, route):
         x = self.first(x)
@@ -387,7 +391,9 @@ class Uneven(Case):
 
 
 def _unusual_loops():
-    """The largest difference from one process after each of several loops that people write; every group is a bucket."""
+    """The largest difference from one process after each of several loops that people write; every
+    group is a bucket.
+    """
     mesh = build_mesh(HYBRID, "hybrid")
     rank = data_coordinate(mesh)
     found = {}
@@ -501,7 +507,9 @@ BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 
 def _names_reached(path):
-    """Attributes that the code in a file reaches on other objects than ``self``, also by getattr and its like."""
+    """Attributes that the code in a file reaches on other objects than ``self``, also by getattr
+    and its like.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
@@ -553,7 +561,9 @@ def test_no_other_file_reaches_private_names_of_fully_shard():
 
 
 def test_streams_come_from_the_device_module():
-    """A generic `torch.Stream` takes events of a device module without an error, and does not wait for them."""
+    """A generic `torch.Stream` takes events of a device module without an error, and does not wait
+    for them.
+    """
     generic = ("torch.Stream", "torch.Event", "torch.accelerator.current_stream")
     found = set()
     for folder in ("parallel2d", "models"):

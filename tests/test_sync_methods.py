@@ -51,7 +51,8 @@ METHODS = {
     "fragments": ("hybrid", {**DILOCO, "every": 6, "fragments": 3}),
     "in_flight": ("hybrid", {**DILOCO, "wire": "int4", "fragments": 3, "delay": 3}),
 }  # fmt: skip
-# Their models have parameters without dimensions, which the agreement of a step reduces exactly; diloco shares them like the others.
+# Their models have parameters without dimensions, which the agreement of a step reduces exactly;
+# diloco shares them like the others.
 SCALAR = ("fp32", "int8", "split", "diloco")
 # Where four replicas do something else than two
 OF_FOUR = ("int8", "int4", "split", "split_int4", "diloco", "diloco_int4")

@@ -1,4 +1,6 @@
-"""Importing and using the package leaves torch as it was: the identity of its public names in fresh processes."""
+"""Importing and using the package leaves torch as it was: the identity of its public names in
+fresh processes.
+"""
 
 import copyreg
 import gc

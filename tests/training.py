@@ -1,4 +1,6 @@
-"""A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch reference."""
+"""A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch
+reference.
+"""
 
 import copy
 import math
@@ -268,10 +270,12 @@ def reference_in(
     steps: int,
     descent: bool = False,
 ) -> dict[str, Any]:
-    """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision`` names.
+    """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision``
+    names.
 
-    The batch goes through in as many parts as there are data ranks. Each computes with a copy of the weights in ``param``; its
-    gradients are cast to ``reduce``, averaged over shards, then over replicas (one or two), and cast to ``storage``.
+    The batch goes through in as many parts as there are data ranks. Each computes with a copy of
+    the weights in ``param``; its gradients are cast to ``reduce``, averaged over shards, then over
+    replicas (one or two), and cast to ``storage``.
     """
     storage, reduce = DTYPES[precision.storage], DTYPES[precision.reduce]
     model = copy.deepcopy(model)

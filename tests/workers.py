@@ -1,8 +1,10 @@
-"""Pools of gloo worker processes that stay alive for the test session, so that a multi-rank test costs tenths of a second.
+"""Pools of gloo worker processes that stay alive for the test session, so that a multi-rank test
+costs tenths of a second.
 
-``run(world_size, function, *args)`` calls a module-level function on every rank, inside one process group, and returns the list of
-results by rank. An exception on any rank is raised in the test with that rank's traceback; the pool is then started afresh,
-because the other ranks may be waiting in a collective, unless every rank raised the same.
+``run(world_size, function, *args)`` calls a module-level function on every rank, inside one
+process group, and returns the list of results by rank. An exception on any rank is raised in the
+test with that rank's traceback; the pool is then started afresh, because the other ranks may be
+waiting in a collective, unless every rank raised the same.
 """
 
 import contextlib
@@ -56,10 +58,12 @@ def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
 
 
 class MeshGroups:
-    """The process groups of meshes, made once per pool and set of ranks: equal meshes of later tests get the same ones.
+    """The process groups of meshes, made once per pool and set of ranks: equal meshes of later
+    tests get the same ones.
 
-    Making them costs as much as a small test. Groups that a test made itself are ended before the next one: each has a thread that wakes
-    up a hundred times a second. So are all groups after a test that failed.
+    Making them costs as much as a small test. Groups that a test made itself are ended before the
+    next one: each has a thread that wakes up a hundred times a second. So are all groups after a
+    test that failed.
     """
 
     def __init__(self) -> None:
@@ -87,7 +91,9 @@ class MeshGroups:
         return self.kept[key]
 
     def forget_others(self) -> None:
-        """Ends the groups that are not kept. All ranks have answered by now, so none is inside a collective."""
+        """Ends the groups that are not kept. All ranks have answered by now, so none is inside a
+        collective.
+        """
         import torch.distributed as dist
 
         from parallel2d.base.runtime import release_groups

@@ -1,8 +1,8 @@
 """Replacements in torch that report CUDA devices, with a `Simulator` behind them.
 
-A tensor on the simulated device is a CPU tensor with a mark (`clocks.Block`) on its storage. `patch` replaces the functions
-that make, move and locate tensors, torch.cuda and torch.accelerator, and the methods of process groups: gloo carries the
-values.
+A tensor on the simulated device is a CPU tensor with a mark (`clocks.Block`) on its storage.
+`patch` replaces the functions that make, move and locate tensors, torch.cuda and
+torch.accelerator, and the methods of process groups: gloo carries the values.
 """
 
 from __future__ import annotations

@@ -28,10 +28,11 @@ class RankError(AssertionError):
 def run(
     size: int, function: Callable[..., Any], *args: Any, dropped: Iterable[Site] = ()
 ) -> Result:
-    """Call ``function(simulator, *args)`` on every rank, without the stream operations ``dropped``.
+    """Call ``function(simulator, *args)`` on every rank, without the stream operations
+    ``dropped``.
 
-    The processes are forked from a server that has torch and the package imported, and end after the call: the
-    replaced functions of torch live no longer than one run.
+    The processes are forked from a server that has torch and the package imported, and end after
+    the call: the replaced functions of torch live no longer than one run.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(Pools.preload)

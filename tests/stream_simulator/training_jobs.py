@@ -1,4 +1,6 @@
-"""Jobs of the train command on simulated devices: a small llama with two layers, five steps, and a checkpoint."""
+"""Jobs of the train command on simulated devices: a small llama with two layers, five steps, and a
+checkpoint.
+"""
 
 from __future__ import annotations
 
