@@ -99,9 +99,13 @@ def run(
             blocked.append(checkpointer.blocked_s)
         checkpointer.finish()
     return {
-        "losses": losses, "restored": restored, "log": heard, "published": checkpointer.published,
-        "bytes_written": checkpointer.bytes_written, "blocked": blocked,
-    }  # fmt: skip
+        "losses": losses,
+        "restored": restored,
+        "log": heard,
+        "published": checkpointer.published,
+        "bytes_written": checkpointer.bytes_written,
+        "blocked": blocked,
+    }
 
 
 def steps_in(folder: str) -> list[str]:

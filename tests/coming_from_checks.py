@@ -65,10 +65,21 @@ def namespace(code: str) -> dict[str, Any]:
     # Tensor ranks share their data.
     x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8
     names |= {
-        "torch": torch, "nn": nn, "MyModel": MyModel, "Block": Block, "module": module, "bare": bare, "mesh": mesh, "config": config,
+        "torch": torch,
+        "nn": nn,
+        "MyModel": MyModel,
+        "Block": Block,
+        "module": module,
+        "bare": bare,
+        "mesh": mesh,
+        "config": config,
         "bf16_compress_hook": default_hooks.bf16_compress_hook,
-        "x": x, "micro_batches": [x, x], "rank": rank, "f": halve, "original": [p.detach().clone() for p in module.parameters()],
-    }  # fmt: skip
+        "x": x,
+        "micro_batches": [x, x],
+        "rank": rank,
+        "f": halve,
+        "original": [p.detach().clone() for p in module.parameters()],
+    }
     if not re.search(r"\b(model(?! = )|state|parts|whole)\b", code):
         return names
     torch.manual_seed(1)

@@ -210,7 +210,20 @@ class Detached(Case):
 CASES = {
     case.__name__: case
     for case in (
-        Everything, ByRank, UnequalByBoth, ByMicroBatch, OneRankAlone, LayerDrop, SkippedByTheLast, Twice, Reversed, Tied, Scalars,
-        Complex, Detached, Frozen, Recomputed,
+        Everything,
+        ByRank,
+        UnequalByBoth,
+        ByMicroBatch,
+        OneRankAlone,
+        LayerDrop,
+        SkippedByTheLast,
+        Twice,
+        Reversed,
+        Tied,
+        Scalars,
+        Complex,
+        Detached,
+        Frozen,
+        Recomputed,
     )
-}  # fmt: skip
+}

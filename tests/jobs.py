@@ -14,10 +14,21 @@ from pathlib import Path
 import psutil
 
 SMALL = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=16", "train.steps=12",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=2", "precision=fp64",
-    "metrics.console=silent", "metrics.tensorboard=false",
-)  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=16",
+    "train.steps=12",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "checkpoint.every=2",
+    "precision=fp64",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+)
 
 
 @functools.cache

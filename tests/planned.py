@@ -28,8 +28,14 @@ from parallel2d.training.optimizer import build_optimizer
 
 WIDTH = 13
 LLAMA = {
-    "dim": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 40, "vocab_size": 37, "max_seq_len": 8,
-}  # fmt: skip
+    "dim": 16,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "hidden_dim": 40,
+    "vocab_size": 37,
+    "max_seq_len": 8,
+}
 
 
 class UnusualBlock(nn.Module):
@@ -126,9 +132,13 @@ def small_llama(**changes: Any) -> nn.Module:
 
 
 MODELS = {
-    "odd": Odd, "untied": lambda: Odd(tied=False, frozen=False), "attending": Attending, "turning": Turning,
-    "llama": small_llama, "tied_llama": lambda: small_llama(tie_embeddings=True),
-}  # fmt: skip
+    "odd": Odd,
+    "untied": lambda: Odd(tied=False, frozen=False),
+    "attending": Attending,
+    "turning": Turning,
+    "llama": small_llama,
+    "tied_llama": lambda: small_llama(tie_embeddings=True),
+}
 
 
 class Measured(NamedTuple):

@@ -15,7 +15,9 @@ from pathlib import Path
 
 
 def gloo_threads() -> int:
-    return sum("gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())  # fmt: skip
+    return sum(
+        "gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()
+    )
 
 
 @atexit.register
@@ -93,8 +95,11 @@ def soak(times: str) -> dict[str, object]:
     early = state()
     losses += [one_run() for _ in range(int(times) - 3)]
     return {
-        "early": early, "late": state(), "losses": losses, "unwrapped": dist.all_reduce is all_reduce,
-    }  # fmt: skip
+        "early": early,
+        "late": state(),
+        "losses": losses,
+        "unwrapped": dist.all_reduce is all_reduce,
+    }
 
 
 def single_process() -> dict[str, object]:
@@ -109,8 +114,12 @@ def single_process() -> dict[str, object]:
     except ConfigError as error:
         told = str(error)
     answer = [
-        runtime.identity.rank, runtime.identity.world_size, reduce(torch.ones(2)).tolist(), dist.get_backend(), told,
-    ]  # fmt: skip
+        runtime.identity.rank,
+        runtime.identity.world_size,
+        reduce(torch.ones(2)).tolist(),
+        dist.get_backend(),
+        told,
+    ]
     teardown()
     teardown()
     return {"answer": answer, "left": not dist.is_initialized()}

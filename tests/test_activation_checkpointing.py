@@ -104,11 +104,14 @@ def test_full_recomputes_all_matmuls_and_selective_recomputes_none():
     assert not {name for name in others if "silu" in name or "scaled_dot_product" in name}
 
 
-@pytest.mark.parametrize(("keep", "message"), [
-    (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
-    (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
-    (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
+        (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
+        (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
+    ],
+)
 def test_operator_that_cannot_be_saved_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
         checkpointed(selecting(*keep))
@@ -193,9 +196,13 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), [
-    *OFTEN, *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "bucketing", "mode", "more"),
+    [
+        *OFTEN,
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
+    ],
+)
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
     """Losses, the first gradient norm and the weights after a few steps; compiled where the mode
     needs it or the case says so.

@@ -149,12 +149,15 @@ def exported(folder, kind):
     return PeftModel.from_pretrained(base, folder / "adapter")
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [
-    ("gpt2", "{r: 4, target_modules: [c_attn], init_lora_weights: gaussian}"),
-    ("mixtral", "{r: 4, target_modules: [q_proj], use_rslora: true}"),
-    ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
-    ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("gpt2", "{r: 4, target_modules: [c_attn], init_lora_weights: gaussian}"),
+        ("mixtral", "{r: 4, target_modules: [q_proj], use_rslora: true}"),
+        ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
+        ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
+    ],
+)
 def test_exported_adapter_loads_in_peft_with_equal_logits(ranks, folder, kind, adapter):
     from omegaconf import OmegaConf
     from safetensors.torch import load_file

@@ -114,17 +114,20 @@ def _visit(module, graph, path, done):
     done.add(module)
 
 
-@pytest.mark.parametrize(("library", "where"), [
-    (
-        "hydra",
-        {
-            f"parallel2d.base.config.{name}"
-            for name in ("composition", "error_messages", "overrides", "schema", "sweep")
-        },
-    ),
-    ("transformers", {"parallel2d.models.huggingface"}),
-    ("peft", {"parallel2d.models.adapters"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("library", "where"),
+    [
+        (
+            "hydra",
+            {
+                f"parallel2d.base.config.{name}"
+                for name in ("composition", "error_messages", "overrides", "schema", "sweep")
+            },
+        ),
+        ("transformers", {"parallel2d.models.huggingface"}),
+        ("peft", {"parallel2d.models.adapters"}),
+    ],
+)
 def test_library_is_imported_only_in_its_module(library, where):
     found = {
         name

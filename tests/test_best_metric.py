@@ -30,8 +30,11 @@ def scripted(*values):
 
 
 KEPT = (
-    "checkpoint.keep_best=accuracy", "checkpoint.keep_best_mode=max", "checkpoint.keep_last=1", "checkpoint.asynchronous=false"
-)  # fmt: skip
+    "checkpoint.keep_best=accuracy",
+    "checkpoint.keep_best_mode=max",
+    "checkpoint.keep_last=1",
+    "checkpoint.asynchronous=false",
+)
 
 
 def steps_of(folder, name="run"):
@@ -51,8 +54,12 @@ def test_best_checkpoint_is_kept_next_to_the_newest_without_changing_losses(rank
         ranks.run(2, jobs.run_to_the_end, *arguments)
     assert steps_of(folder, "watching") == [3, 8]
     assert best_of(folder, "watching") == {
-        "metric": "accuracy", "mode": "max", "step": 3, "value": 7.0, "checkpoint": "step-00000003"
-    }  # fmt: skip
+        "metric": "accuracy",
+        "mode": "max",
+        "step": 3,
+        "value": 7.0,
+        "checkpoint": "step-00000003",
+    }
     plain, other = (jobs.rows(folder / name) for name in ("plain", "watching"))
     assert [row["loss"] for row in plain] == [row["loss"] for row in other]
     assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in other]
@@ -74,9 +81,13 @@ def test_new_best_checkpoint_replaces_the_previous_best_at_any_interval(ranks, f
 
 def test_mode_selects_lowest_or_highest_validation_loss(ranks, folder):
     words = (
-        "checkpoint.keep_best=validation/loss", "checkpoint.keep_best_mode=max", "checkpoint.keep_last=1",
-        "checkpoint.every=0", "train.validate_every=2", "train.steps=6",
-    )  # fmt: skip
+        "checkpoint.keep_best=validation/loss",
+        "checkpoint.keep_best_mode=max",
+        "checkpoint.keep_last=1",
+        "checkpoint.every=0",
+        "train.validate_every=2",
+        "train.steps=6",
+    )
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
     measured = {row["validation/loss"]: row["step"] for row in rows if "validation/loss" in row}
@@ -122,9 +133,7 @@ UNTIL = scripted(3, None, 4, None, 4, 2, 1, 9, 9)
 def test_early_stopping_ends_the_run_and_a_resume_trains_no_step(ranks, folder):
     words = (*STOP, "train.stop.patience=3", UNTIL)
     arguments = (str(folder), str(folder / "run"), words)
-    reason = (
-        "stopped after step 7: accuracy did not improve in 3 measurements (train.stop.patience=3), the best is 4 of step 3"
-    )  # fmt: skip
+    reason = "stopped after step 7: accuracy did not improve in 3 measurements (train.stop.patience=3), the best is 4 of step 3"
     # Measurements are counted over a stop and a resume, which does step 5 again.
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
     assert ranks.run(2, jobs.run_to_the_end, *arguments) == [(7, reason)] * 2

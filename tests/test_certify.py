@@ -24,8 +24,20 @@ TENSOR = {"replicate": 1, "shard": 2, "tensor": 2}
 # Fault -> the check that finds it; parameter, axis and ranks (None: any); a word of the cause
 FOUND = {
     "a sum in bf16": ("gradient", "embedding.weight", None, None, ""),
-    "a factor of 2": ("gradient", "embedding.weight", None, None, "2 times what it should be, as if summed instead of averaged over the replicate"),
-    "a parameter left out of one replica's reduction": ("copies", "embedding.weight", "replicate", (0, 1, 2, 3), ""),
+    "a factor of 2": (
+        "gradient",
+        "embedding.weight",
+        None,
+        None,
+        "2 times what it should be, as if summed instead of averaged over the replicate",
+    ),
+    "a parameter left out of one replica's reduction": (
+        "copies",
+        "embedding.weight",
+        "replicate",
+        (0, 1, 2, 3),
+        "",
+    ),
     "a stale buffer": ("gradient", "layers.0.gate.weight", None, None, "step before"),
     "a missed micro-batch": ("loss", None, None, (1,), "missing or repeated: 1 of 2"),
     "a lost contribution to the norm": ("norm", None, None, (3,), "lacks the gradient of scale"),
@@ -39,7 +51,7 @@ FOUND = {
     "other updates than the owners'": ("update", "layers.0.gate.weight", None, None, ""),
     "a model that depends on the rank": ("loss", None, None, (2,), "model"),
     "experts exchanged on one rank": ("loss", None, None, (2,), "model"),
-}  # fmt: skip
+}
 # Of faults that another layout has
 WORDS = {
     "half of an outer step": {"strategy": "hybrid", "sync": {"name": "diloco"}},
@@ -90,9 +102,14 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "sizes", "parallel", "optimizer"), [
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]), *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "sizes", "parallel", "optimizer"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
+    ],
+    ids=str,
+)
 def test_correct_layouts_pass_the_parity_check(ranks, model, sizes, parallel, optimizer):
     found = ranks.run(4, parity_runs.run, model, sizes, parallel, "", optimizer)
     assert found[0]["passed"], found[0]["lines"][:20]
@@ -177,10 +194,21 @@ class Louder(nn.Module):
         return self.head(x)
 """
 SMALL = (
-    "launch.nproc_per_node=2", "strategy=ddp", "model=custom", "model.target=louder:Louder", "data=text", "data.path=corpus.txt",
-    "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=4", "train.validate_every=0",
-    "metrics.console=plain", "metrics.tensorboard=false", "checkpoint.enabled=false",
-)  # fmt: skip
+    "launch.nproc_per_node=2",
+    "strategy=ddp",
+    "model=custom",
+    "model.target=louder:Louder",
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "train.steps=4",
+    "train.validate_every=0",
+    "metrics.console=plain",
+    "metrics.tensorboard=false",
+    "checkpoint.enabled=false",
+)
 
 
 @pytest.fixture

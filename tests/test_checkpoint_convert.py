@@ -118,7 +118,11 @@ def test_converted_checkpoint_returns_bitwise_and_training_continues(trained, tm
 
 def test_every_dtype_and_shape_returns_through_every_flat_format(tmp_path):
     values = {name: torch.arange(12).to(dtype).view(3, 4) for name, dtype in DTYPES.items()}
-    values |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3), "nan": torch.ones(1) * math.nan}  # fmt: skip
+    values |= {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "nan": torch.ones(1) * math.nan,
+    }
     torch.save({**values, "again": values["F32"]}, tmp_path / "a.pt")
     for source, target in (("a.pt", "b.safetensors"), ("b.safetensors", "c.pt"), ("c.pt", "d")):
         to = ["--to", "parallel2d"] if target == "d" else []
@@ -170,9 +174,13 @@ def test_dtype_casts_parameters_and_keeps_buffers(tmp_path, ending):
 def test_tensor_views_are_read_with_their_own_values(tmp_path, capsys, zipped):
     base, number = torch.arange(24.0).reshape(4, 6), torch.tensor([1 + 2j, 3 + 4j])
     views = {
-        "rows": base[1:3], "turned": base.T, "every": base[:, ::2], "one": torch.arange(8.0)[::8], "imaginary": number.conj().imag,
+        "rows": base[1:3],
+        "turned": base.T,
+        "every": base[:, ::2],
+        "one": torch.arange(8.0)[::8],
+        "imaginary": number.conj().imag,
         "repeated": torch.ones(1).expand(3, 4),
-    }  # fmt: skip
+    }
     options = {"_use_new_zipfile_serialization": zipped}
     torch.save(views, tmp_path / "w.pt", **options)
     command("convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
@@ -206,10 +214,17 @@ def test_transformers_llama_continues_training_from_its_weights(tmp_path, capsys
     torch.manual_seed(1)
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=67, max_position_embeddings=64, tie_word_embeddings=tied, rms_norm_eps=1e-6,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=67,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            rms_norm_eps=1e-6,
         )
-    )  # fmt: skip
+    )
     theirs.save_pretrained(tmp_path / "hf")
     command("convert", tmp_path / "hf", tmp_path / "ours", "--to", "parallel2d")
     overrides = dict(re.findall(r"model\.(\w+)=(\S+)", capsys.readouterr().out))
@@ -242,10 +257,16 @@ REFUSED_CONFIGURATIONS = [
     ({"hidden_size": -1}, "The hidden size (-1)"),
     ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ({"num_hidden_layers": 10**9}, "is more than 10,000 layers"),
-    ({"rope_parameters": {"rope_theta": "fast", "rope_type": "default"}}, "rope_theta=fast must be a number above 0"),
+    (
+        {"rope_parameters": {"rope_theta": "fast", "rope_type": "default"}},
+        "rope_theta=fast must be a number above 0",
+    ),
     ({"attention_bias": True}, "attention_bias=True is not what parallel2d's Llama computes"),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_parameters"),
-]  # fmt: skip
+    (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_parameters",
+    ),
+]
 
 
 @TRANSFORMERS
@@ -319,9 +340,14 @@ class Calls:
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize(
     "value",
-    [Calls(bytearray, 3_000_000_000), b"bytes", torch.eye(3).to_sparse(), torch.empty(3, device="meta")],
+    [
+        Calls(bytearray, 3_000_000_000),
+        b"bytes",
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+    ],
     ids=["memory", "codec", "sparse", "meta"],
-)  # fmt: skip
+)
 def test_convert_reads_only_the_entries_of_weights(tmp_path, capsys, value, zipped):
     torch.save({"a": value}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
@@ -330,18 +356,28 @@ def test_convert_reads_only_the_entries_of_weights(tmp_path, capsys, value, zipp
 
 HARMFUL = {
     # A dict with a tuple of two tuples of two tuples ... as its key.
-    "a key that takes years to hash": (b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s", "it takes above 1 seconds"),
-    "an array of 4 TiB": (b"}X\1\0\0\0wctorch.storage\nUntypedStorage\n\x8a\6\0\0\0\0\0\4\x85Rs", "4398046511104"),
+    "a key that takes years to hash": (
+        b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s",
+        "it takes above 1 seconds",
+    ),
+    "an array of 4 TiB": (
+        b"}X\1\0\0\0wctorch.storage\nUntypedStorage\n\x8a\6\0\0\0\0\0\4\x85Rs",
+        "4398046511104",
+    ),
     "some millions of lists": (b"]" * 2_000_000, "w.pt is not"),
     "a name of a million letters": (b"c" + b"a" * 1_000_000 + b"\nb\n", "w.pt is not"),
     # A state for a tuple, which torch refuses to set.
     "a state for a tuple": (b")}b", "Can only build Tensor"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if " million" in name else name for name in HARMFUL
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if " million" in name else name
+        for name in HARMFUL
+    ],
+)
 def test_damaged_torch_file_gives_one_message_in_bounded_memory(
     tmp_path, capsys, monkeypatch, name
 ):

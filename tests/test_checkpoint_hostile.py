@@ -98,10 +98,18 @@ def bombs(marker):
     return {"pickle": pickle.dumps(Bomb(marker)), "torch.save": zipped.getvalue()}
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("manifest.json", "pickle"), ("manifest.json", "torch.save"), (DATA, "pickle"), (DATA, "torch.save"), (".metadata", "pickle"),
-    ("extra.pt", "torch.save"), ("extra.safetensors", "pickle"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("manifest.json", "pickle"),
+        ("manifest.json", "torch.save"),
+        (DATA, "pickle"),
+        (DATA, "torch.save"),
+        (".metadata", "pickle"),
+        ("extra.pt", "torch.save"),
+        ("extra.safetensors", "pickle"),
+    ],
+)
 def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
     marker = tmp_path / "executed"
     (victim / name).write_bytes(bombs(marker)[kind])
@@ -136,20 +144,35 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ([[]], "the settings of the optimizer's groups are not a mapping"),
-    ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
-    ({"betas": 0.9}, "its betas is 0.9, not a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([[]], "the settings of the optimizer's groups are not a mapping"),
+        ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
+        ({"betas": 0.9}, "its betas is 0.9, not a list"),
+    ],
+)
 def test_saved_settings_of_another_type_are_refused(victim, tmp_path, settings, says):
     reseal(victim, lambda manifest: manifest["optimizer"]["groups"][0].update(settings=settings))
     refused(victim, tmp_path, says, settings=True)
 
 
-@pytest.mark.parametrize("name", [
-    "../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "..", "", "C:\\x.safetensors", "s3://bucket/x.safetensors",
-    "x\0.safetensors", "\x1b[2Jx.safetensors", "x.pt", "~root.safetensors",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/../../secret.safetensors",
+        "..",
+        "",
+        "C:\\x.safetensors",
+        "s3://bucket/x.safetensors",
+        "x\0.safetensors",
+        "\x1b[2Jx.safetensors",
+        "x.pt",
+        "~root.safetensors",
+    ],
+)
 def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     shutil.copy(victim / DATA, tmp_path / "secret.safetensors")
 
@@ -336,8 +359,12 @@ MANIFESTS = {
     "groups of nothing": _set("optimizer", "groups", [{"parameters": [[]]}]),
     "a name with an escape sequence": _renamed("\x1b[31mred"),
     "a random generator of another dtype": _set("tensors", "rng/00000/torch", "dtype", "I8"),
-    "a random generator of a million words": _set("tensors", "rng/00000/python", {"dtype": "U8", "shape": [10**6], "chunks": [[DATA, [0], [10**6]]]}),
-}  # fmt: skip
+    "a random generator of a million words": _set(
+        "tensors",
+        "rng/00000/python",
+        {"dtype": "U8", "shape": [10**6], "chunks": [[DATA, [0], [10**6]]]},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -346,9 +373,17 @@ def test_hostile_manifest_is_refused(victim, tmp_path, name):
     refused(victim, tmp_path)
 
 
-@pytest.mark.parametrize("text", [
-    b"{", b"null", b"[" * 200_000, b'{"format":1,"format":1}', b"\xff", b'{"format":' + b"1" * 100_000 + b"}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{",
+        b"null",
+        b"[" * 200_000,
+        b'{"format":1,"format":1}',
+        b"\xff",
+        b'{"format":' + b"1" * 100_000 + b"}",
+    ],
+)
 def test_malformed_manifest_is_refused(victim, tmp_path, text):
     (victim / "manifest.json").write_bytes(text)
     refused(victim, tmp_path, "manifest.json")
@@ -376,9 +411,14 @@ def test_non_tensor_state_cannot_replace_tensors(victim, tmp_path):
 
 
 TRAINED = {
-    "step": 1, "samples": 32, "tokens": 100, "skipped": 0, "skipped_in_a_row": 0, "scaler": {"scale": 1.0, "good_steps": 0},
+    "step": 1,
+    "samples": 32,
+    "tokens": 100,
+    "skipped": 0,
+    "skipped_in_a_row": 0,
+    "scaler": {"scale": 1.0, "good_steps": 0},
     "data_fingerprint": "00",
-}  # fmt: skip
+}
 STATES = {
     "nothing": {},
     "text for a number": TRAINED | {"tokens": "many"},
@@ -423,16 +463,23 @@ def test_step_of_another_size_and_mesh_of_other_ranks_are_refused(victim, tmp_pa
 def grid(shape, parts):
     sizes = tuple(size // n for size, n in zip(shape, parts, strict=True))
     numbers = itertools.product(*map(range, parts))
-    return [Region(tuple(i * size for i, size in zip(place, sizes, strict=True)), sizes) for place in numbers]  # fmt: skip
+    return [
+        Region(tuple(i * size for i, size in zip(place, sizes, strict=True)), sizes)
+        for place in numbers
+    ]
 
 
-@pytest.mark.parametrize(("shape", "regions"), [
-    ((), [Region((), ())]),
-    ((0, 4), []),
-    ((9,), grid((9,), (3,))),
-    ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
-    ((10, 100_000), grid((10, 100_000), (1, 100_000))),
-], ids=["scalar", "empty", "line", "grid", "many"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "regions"),
+    [
+        ((), [Region((), ())]),
+        ((0, 4), []),
+        ((9,), grid((9,), (3,))),
+        ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
+        ((10, 100_000), grid((10, 100_000), (1, 100_000))),
+    ],
+    ids=["scalar", "empty", "line", "grid", "many"],
+)
 def test_valid_chunks_are_accepted_in_bounded_time(shape, regions):
     random.Random(1).shuffle(regions)
     begin = time.process_time()
@@ -443,15 +490,18 @@ def test_valid_chunks_are_accepted_in_bounded_time(shape, regions):
 CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
 
 
-@pytest.mark.parametrize(("shape", "regions"), [
-    ((), [Region((), ()), Region((), ())]),
-    ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
-    ((2, 2), CORNERS * 2),
-    # Covered, but not cut along whole planes
-    ((2, 2), [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((1, 1), (1, 1))]),
-    ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
-    ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "regions"),
+    [
+        ((), [Region((), ()), Region((), ())]),
+        ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
+        ((2, 2), CORNERS * 2),
+        # Covered, but not cut along whole planes
+        ((2, 2), [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((1, 1), (1, 1))]),
+        ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
+        ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
+    ],
+)
 def test_invalid_chunks_are_refused_in_bounded_time(shape, regions):
     begin = time.process_time()
     with pytest.raises(ValueError):

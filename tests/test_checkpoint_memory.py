@@ -122,9 +122,11 @@ def test_state_split_across_replicas_is_restored_from_a_backup_node(cluster, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", [
-    SyncConfig("diloco", every=3), SyncConfig(wire="int4", warmup=0)
-], ids=["diloco", "int4"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sync",
+    [SyncConfig("diloco", every=3), SyncConfig(wire="int4", warmup=0)],
+    ids=["diloco", "int4"],
+)
 def test_state_of_one_replica_is_restored_from_its_node_or_disk(cluster, tmp_path, ranks, sync):
     parallel = {"strategy": "hybrid", "precision": "fp64", "sync": sync}
     whole = Cluster(tmp_path / "whole", ranks).run("AABB", until=6, every=0, parallel=parallel)

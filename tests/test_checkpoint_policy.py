@@ -109,14 +109,17 @@ def test_saved_state_and_random_generators_are_restored_bitwise(tmp_path):
     same(second.train(1), following)
 
 
-@pytest.mark.parametrize(("config", "expected"), [
-    ({"keep_last": 2, "keep_every": 3}, [3, 6, 7]),
-    ({"every": 3}, [3, 6, 7]),
-    ({"every": 0}, [7]),
-    ({"every": 5, "on_first_step": True}, [1, 5, 7]),
-    ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
-    ({"every": 1, "enabled": False}, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"keep_last": 2, "keep_every": 3}, [3, 6, 7]),
+        ({"every": 3}, [3, 6, 7]),
+        ({"every": 0}, [7]),
+        ({"every": 5, "on_first_step": True}, [1, 5, 7]),
+        ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"every": 1, "enabled": False}, []),
+    ],
+)
 def test_saves_at_interval_and_end_and_keeps_configured_number(tmp_path, config, expected):
     small = Small(tmp_path, **{"keep_last": 0, **config}).train(6).train(1, last=True)
     small.checkpointer.finish()
@@ -249,9 +252,11 @@ def test_other_model_or_optimizer_is_refused_by_name_or_loaded_partially(tmp_pat
     with pytest.raises(ConfigError) as error:
         small.restore()
     for said in (
-        "0.weight: [5, 4] in the model, [3, 4] in the checkpoint", "0.bias: [5] in the model, [3] in the checkpoint",
-        "2.bias: [2] in the checkpoint, not in the model", "checkpoint.strict=false",
-    ):  # fmt: skip
+        "0.weight: [5, 4] in the model, [3, 4] in the checkpoint",
+        "0.bias: [5] in the model, [3] in the checkpoint",
+        "2.bias: [2] in the checkpoint, not in the model",
+        "checkpoint.strict=false",
+    ):
         assert said in str(error.value)
     same(small, before)
 

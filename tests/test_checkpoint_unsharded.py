@@ -327,11 +327,20 @@ def test_invalid_state_is_refused_before_any_tensor_is_written():
     for wrong, says in [
         ({}, "it has no model"),
         ({"model": {**state["model"], "extra": torch.ones(1)}}, "extra is not in the model"),
-        ({"model": {**state["model"], "norm.weight": torch.ones(1)}}, "norm.weight has shape [1], not [32]"),
+        (
+            {"model": {**state["model"], "norm.weight": torch.ones(1)}},
+            "norm.weight has shape [1], not [32]",
+        ),
         ({"model": state["model"]}, "it has no optimizer"),
-        ({**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}}, "lost is in its optimizer and not in this one"),
-        ({**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "groups of [1] parameters, this one of [12]"),
-    ]:  # fmt: skip
+        (
+            {**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}},
+            "lost is in its optimizer and not in this one",
+        ),
+        (
+            {**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
+            "groups of [1] parameters, this one of [12]",
+        ),
+    ]:
         with pytest.raises(ConfigError) as error:
             load_full_state(model, optimizer, wrong)
         assert says in str(error.value)

@@ -58,9 +58,15 @@ def same(ours, plain, inputs):
         assert torch.allclose(one, other, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("chunk", "with_bias", "after", "z_loss"), [
-    (1, True, None, 0.0), (5, True, capped, 0.3), (100, False, capped, 0.0), (5, False, None, 0.3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("chunk", "with_bias", "after", "z_loss"),
+    [
+        (1, True, None, 0.0),
+        (5, True, capped, 0.3),
+        (100, False, capped, 0.0),
+        (5, False, None, 0.3),
+    ],
+)
 def test_chunked_loss_equals_torch_cross_entropy(chunk, with_bias, after, z_loss):
     (hidden, weight, bias), targets = case()
     bias = bias if with_bias else None
@@ -128,13 +134,16 @@ def test_frozen_inputs_get_no_gradient_and_backward_runs_once():
         assert not cross_entropy_from_hidden(hidden, weight, targets, 8).requires_grad
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"chunk": 0}, "chunk=0 must be a whole number"),
-    ({"hidden": torch.ones(ROWS, 5)}, r"\[\.\.\., dim\]"),
-    ({"targets": torch.zeros(3, dtype=torch.int64)}, "one target for each"),
-    ({"targets": torch.full((ROWS,), VOCAB)}, "a target has no logit"),
-    ({"weight": "head"}, "weight is a str"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk=0 must be a whole number"),
+        ({"hidden": torch.ones(ROWS, 5)}, r"\[\.\.\., dim\]"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "one target for each"),
+        ({"targets": torch.full((ROWS,), VOCAB)}, "a target has no logit"),
+        ({"weight": "head"}, "weight is a str"),
+    ],
+)
 def test_wrong_arguments_are_refused(change, message):
     (hidden, weight, _), targets = case()
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "chunk": 8} | change
@@ -222,16 +231,22 @@ CASES = [(*case, {}) for case in pairwise(list(PRODUCT))]
 LLAMAS = [
     (training.Llama, "hybrid", "layer", 2, 2, {"activation_checkpointing": "full"}),
     (TiedLlama, "hybrid_full", "layer", 1, 2, {"compile": CompileConfig("block", "eager")}),
-    (training.Llama, "zero3", "block", 2, 1, {}), (TiedLlama, "ddp", "size", 1, 1, {}),
+    (training.Llama, "zero3", "block", 2, 1, {}),
+    (TiedLlama, "ddp", "size", 1, 1, {}),
     (TiedLlama, "hybrid_zero2", "block", 2, 2, {}),
-]  # fmt: skip
+]
 
 
 # The first six have every strategy and every other value.
-@pytest.mark.parametrize("case", [
-    *CASES[:6], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[6::2], *LLAMAS[:3])),
-    *(pytest.param(case, marks=pytest.mark.soak) for case in (*CASES[7::2], *LLAMAS[3:])),
-], ids=lambda case: named((getattr(case[0], "__name__", "TiedLlama"), *case[1:5])))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES[:6],
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[6::2], *LLAMAS[:3])),
+        *(pytest.param(case, marks=pytest.mark.soak) for case in (*CASES[7::2], *LLAMAS[3:])),
+    ],
+    ids=lambda case: named((getattr(case[0], "__name__", "TiedLlama"), *case[1:5])),
+)
 def test_training_equals_plain_pytorch_on_every_layout(ranks, case):
     kind, strategy, bucketing, tensor, accumulation, more = case
     config = {**layout(strategy, bucketing), "precision": "fp64", **more}
@@ -315,18 +330,21 @@ def different(model, hidden):
     return logits * 2 if isinstance(logits, Tensor) else logits
 
 
-@pytest.mark.parametrize(("logits", "message"), [
-    (lambda model, x: model.head(x) * model.factor, "mul with a parameter"),
-    (lambda model, x: model.head(x) + torch.arange(67), "add with a tensor of shape"),
-    (lambda model, x: model.head(x)[..., :-1], "uses indexing"),
-    (padded, "uses assignment to an index"),
-    (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
-    (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
-    (None, "is not the result of one call of value"),
-    (different, "differs from the plain loss"),
-    (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
-    (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (lambda model, x: model.head(x) * model.factor, "mul with a parameter"),
+        (lambda model, x: model.head(x) + torch.arange(67), "add with a tensor of shape"),
+        (lambda model, x: model.head(x)[..., :-1], "uses indexing"),
+        (padded, "uses assignment to an index"),
+        (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
+        (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
+        (None, "is not the result of one call of value"),
+        (different, "differs from the plain loss"),
+        (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
+        (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
+    ],
+)
 def test_models_with_a_different_chunked_loss_are_refused(logits, message):
     torch.manual_seed(0)
     model = (Elsewhere() if logits is None else Otherwise(logits)).double()
@@ -444,9 +462,14 @@ def check_job(ranks, folder, words, bound):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "bound"), [
-    (SPLIT, 1e-12), (("strategy=hybrid", "precision=bf16"), 3e-3), (("strategy=hybrid", "precision=fp16"), 3e-3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "bound"),
+    [
+        (SPLIT, 1e-12),
+        (("strategy=hybrid", "precision=bf16"), 3e-3),
+        (("strategy=hybrid", "precision=fp16"), 3e-3),
+    ],
+)
 def test_job_has_losses_and_traffic_of_a_run_with_full_logits(ranks, folder, words, bound):
     plain, chunked = check_job(ranks, folder, words, bound)
     assert plain[-1]["loss"] < plain[0]["loss"]
@@ -471,9 +494,14 @@ def test_validation_is_without_z_loss(ranks, folder):
 # Models of a library
 
 _SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
 LIBRARY_MODELS = {
     "gemma2": {**_SIZES, "head_dim": 4, "final_logit_softcapping": 0.5},
     "cohere": {**_SIZES, "logit_scale": 0.3},

@@ -286,8 +286,11 @@ def test_faults_from_the_command_line(tmp_path, capsys):
     words = ["run", "--nodes", "2", "--ranks", "2", "--launcher", "none", "--timeout", "60"]
     words += ["--output", str(tmp_path)]
     for fault in (
-        "at=6s kill-worker node=0 rank=1", "at=1s kill-node node=1 for=0.2s", "at=8s kill-node node=1", "at=50s heal node=0"
-    ):  # fmt: skip
+        "at=6s kill-worker node=0 rank=1",
+        "at=1s kill-node node=1 for=0.2s",
+        "at=8s kill-node node=1",
+        "at=50s heal node=0",
+    ):
         words += ["--fault", fault]
     code = main([*words, "--", "sh", "-c", WORKERS])
     said = capsys.readouterr().out
@@ -300,16 +303,22 @@ def test_faults_from_the_command_line(tmp_path, capsys):
     assert "the job ended before its time came: heal" in said
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("at=3s kill-wroker node=1 rank=0", "kill-wroker is not a fault; did you mean kill-worker?"),
-    ("at=3s kill-worker node=1", "kill-worker needs rank="),
-    ("at=3s partition node=1 rank=0", "partition has no rank=, only node, for"),
-    ("at=3s rate node=1 rate=20parsec", "rate=20parsec must be a rate such as 200mbit"),
-    ("partition node=1", "say when, at=30s or at=step:20"),
-    ("at=soon partition node=1", "at=soon must be seconds (30s) or a step (step:20)"),
-    ("at=1s partition heal node=1", "partition and heal are two faults"),
-    ("at=1s loss node=1 share=150%", "share=150% must be a share"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "at=3s kill-wroker node=1 rank=0",
+            "kill-wroker is not a fault; did you mean kill-worker?",
+        ),
+        ("at=3s kill-worker node=1", "kill-worker needs rank="),
+        ("at=3s partition node=1 rank=0", "partition has no rank=, only node, for"),
+        ("at=3s rate node=1 rate=20parsec", "rate=20parsec must be a rate such as 200mbit"),
+        ("partition node=1", "say when, at=30s or at=step:20"),
+        ("at=soon partition node=1", "at=soon must be seconds (30s) or a step (step:20)"),
+        ("at=1s partition heal node=1", "partition and heal are two faults"),
+        ("at=1s loss node=1 share=150%", "share=150% must be a share"),
+    ],
+)
 def test_a_mistyped_fault_is_explained(text, message):
     with pytest.raises(ClusterError) as caught:
         parse_fault(text)
@@ -331,8 +340,17 @@ def test_missing_root_or_programs_give_one_line(monkeypatch, capsys, tmp_path, m
 
 # Training. The sizes: 3.1 million parameters, so that gradients are 99 % of the link's traffic in
 # a handful of steps.
-SIZES = ("model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=16", "train.steps=8",
-         "train.global_batch_size=4", "train.micro_batch_size=1", "checkpoint.enabled=false")  # fmt: skip
+SIZES = (
+    "model.n_layers=4",
+    "model.dim=256",
+    "model.hidden_dim=704",
+    "precision=fp32",
+    "train.seq_len=16",
+    "train.steps=8",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "checkpoint.enabled=false",
+)
 
 
 @pytest.mark.slow

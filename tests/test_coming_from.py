@@ -99,9 +99,16 @@ def test_python_that_starts_and_ends_the_process_group():
 # Words of the command line
 
 BASE = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=32", "model.n_layers=2",
-    "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
-)  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=32",
+    "model.n_layers=2",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "metrics.console=silent",
+)
 # the choice of a group replaces its other entries
 IMPLIED = {"data": ("data.",), "model": ("model.",)}
 

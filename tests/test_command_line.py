@@ -19,9 +19,18 @@ from listening import listeners
 
 NOBODY = 65534
 SMALL = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=4",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=32", "train.validate_every=2", "train.validate_batches=1",
-)  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "train.steps=4",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=32",
+    "train.validate_every=2",
+    "train.validate_batches=1",
+)
 MODELS = """
 import os
 
@@ -197,8 +206,12 @@ def test_stopped_run_continues_from_its_checkpoint(folder):
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
             command(*run, "train.steps=1000000"),
-            cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def wait_for_step(step: int) -> None:
         def exists() -> bool:

@@ -73,11 +73,17 @@ def test_group_added_twice_gives_one_message():
         compose(["+strategy=ddp"])
 
 
-@pytest.mark.parametrize(("word", "told"), [
-    ("experiment=bog", "no experiment 'bog'; there are big, small; pass --config-dir DIR with experiment/bog.yaml"),
-    ("model=narow", "model=narow is not one of .*; did you mean narrow"),
-    ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "experiment=bog",
+            "no experiment 'bog'; there are big, small; pass --config-dir DIR with experiment/bog.yaml",
+        ),
+        ("model=narow", "model=narow is not one of .*; did you mean narrow"),
+        ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
+    ],
+)
 def test_wrong_override_is_explained_with_custom_config_files(own, word, told):
     with pytest.raises(ConfigError, match=told):
         compose([own, word])
@@ -99,16 +105,28 @@ def test_missing_config_dir_is_refused(tmp_path):
         compose([f"--config-dir={tmp_path}/none"])
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("{G}optimzer:\n  lr: 1\n", "unknown key optimzer.lr; did you mean optimizer.lr?"),
-    ("{G}train:\n  stepz: 1\n", "unknown key train.stepz; did you mean train.steps?"),
-    ("optimizer:\n  lr: 1\n", "it must begin with the line # @package _global_"),
-    ("{G}defaults:\n  - override /optimiser: sgd\n", "there is no group optimiser; did you mean optimizer?"),
-    ("{G}defaults:\n  - override /optimizer: sdg\n", "optimizer=sdg is not one of adam, .*; did you mean sgd?"),
-    ("{G}optimizer:\n  lr: fast\n", "optimizer.lr=fast must be a number, above 0"),
-    ("{G}optimizer:\n  lr: [1\n", "faulty.yaml:4:1: expected ',' or ']'"),
-    ("{G}optimizer:\n lr: 1\n  clip_norm: 3\n", "faulty.yaml:4:12: mapping values are not allowed here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{G}optimzer:\n  lr: 1\n", "unknown key optimzer.lr; did you mean optimizer.lr?"),
+        ("{G}train:\n  stepz: 1\n", "unknown key train.stepz; did you mean train.steps?"),
+        ("optimizer:\n  lr: 1\n", "it must begin with the line # @package _global_"),
+        (
+            "{G}defaults:\n  - override /optimiser: sgd\n",
+            "there is no group optimiser; did you mean optimizer?",
+        ),
+        (
+            "{G}defaults:\n  - override /optimizer: sdg\n",
+            "optimizer=sdg is not one of adam, .*; did you mean sgd?",
+        ),
+        ("{G}optimizer:\n  lr: fast\n", "optimizer.lr=fast must be a number, above 0"),
+        ("{G}optimizer:\n  lr: [1\n", "faulty.yaml:4:1: expected ',' or ']'"),
+        (
+            "{G}optimizer:\n lr: 1\n  clip_norm: 3\n",
+            "faulty.yaml:4:12: mapping values are not allowed here",
+        ),
+    ],
+)
 def test_error_in_an_experiment_names_its_file(own, text, message):
     file = Path("own/experiment/faulty.yaml")
     file.write_text(text.replace("{G}", "# @package _global_\n"))

@@ -108,9 +108,12 @@ def drawn():
 
 MODELS = (Gpt, Modulated, drawn)
 LAYOUTS = (
-    ("hybrid", {"replicate": 2, "shard": 2}), ("zero3", {}), ("ddp", {}), ("hybrid_full", {"replicate": 2, "shard": 2}),
+    ("hybrid", {"replicate": 2, "shard": 2}),
+    ("zero3", {}),
+    ("ddp", {}),
+    ("hybrid_full", {"replicate": 2, "shard": 2}),
     ("hybrid", {"replicate": 1, "shard": 2, "tensor": 2}),
-)  # fmt: skip
+)
 PLAN = {"blocks.*.c_fc": "colwise", "blocks.*.c_proj": "rowwise"}
 
 
@@ -154,8 +157,12 @@ def test_constructor_values_equal_one_process_on_every_layout(ranks):
 
 
 JOB = (
-    "model=custom", "model.target=test_constructors:Gpt", "precision=fp32", "train.seed=5", "checkpoint.enabled=false",
-)  # fmt: skip
+    "model=custom",
+    "model.target=test_constructors:Gpt",
+    "precision=fp32",
+    "train.seed=5",
+    "checkpoint.enabled=false",
+)
 
 
 def _through_the_train_command(folder):
@@ -235,7 +242,10 @@ def _refused():
         with build_on_meta():
             model = build()
         free = 2**10 if build is Gpt else 2**40
-        with pytest.raises(ConfigError) as error, mock.patch.object(source, "free_memory", return_value=free):  # fmt: skip
+        with (
+            pytest.raises(ConfigError) as error,
+            mock.patch.object(source, "free_memory", return_value=free),
+        ):
             parallelize(model, mesh, ParallelConfig("ddp"), seed=5)
         told.append(str(error.value))
     # A copy asks no constructor for values.

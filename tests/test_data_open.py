@@ -156,16 +156,25 @@ def test_prepared_folders_and_their_mixtures_are_read(tmp_path):
         open_data(config, seq_len=16, seed=0)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
-    ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
-    ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
-    ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
-    ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
-    ({"packing": "padded", "intra_document_masking": True}, "no effect with data.packing=padded"),
-    ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
-    ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be a number, at least 0 and at most"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
+        ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
+        ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
+        ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
+        ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
+        (
+            {"packing": "padded", "intra_document_masking": True},
+            "no effect with data.packing=padded",
+        ),
+        ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
+        (
+            {"validation_fraction": 0.9},
+            "data.validation_fraction=0.9 must be a number, at least 0 and at most",
+        ),
+    ],
+)
 def test_wrong_data_configuration_gives_one_clear_message(options, message):
     with pytest.raises(ConfigError) as caught:
         open_data(DataConfig(**options), seq_len=16, seed=0)

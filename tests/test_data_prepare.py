@@ -207,23 +207,26 @@ def test_a_wrong_tokenizer_is_named(tmp_path):
 GOOD = json.dumps({"text": "good"}).encode() + b"\n"
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.jsonl", GOOD + b"{broken\n" + GOOD, "a.jsonl:2: not JSON"),
-    ("a.jsonl", GOOD + b'\n["list"]\n', "a.jsonl:3: a row must be an object, got list"),
-    ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: no field data.text_field=text; fields: body"),
-    ("a.jsonl", GOOD + b'{"text": 3}\n', "a.jsonl:2: the text is not a string"),
-    ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: the text has half a surrogate pair"),
-    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8"),
-    ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "a.jsonl:2: not JSON"),
-    ("a.jsonl", GOOD + b'{"segments": [1]}\n', "a.jsonl:2: segments must be"),
-    ("a.jsonl", GOOD * 2 + b"x" * (1 << 20), "a.jsonl:3: the line is longer than 524288 bytes"),
-    ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
-    ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
-    ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
-    ("a\nparallel2d: \x1b[2J.jsonl", b"{", "a\\nparallel2d: \\x1b[2J.jsonl:1: not JSON"),
-    ("a.jsonl", b'{"\\n\\u001b[2J": 1}\n', "fields: \\n\\x1b[2J"),
-    ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", GOOD + b"{broken\n" + GOOD, "a.jsonl:2: not JSON"),
+        ("a.jsonl", GOOD + b'\n["list"]\n', "a.jsonl:3: a row must be an object, got list"),
+        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: no field data.text_field=text; fields: body"),
+        ("a.jsonl", GOOD + b'{"text": 3}\n', "a.jsonl:2: the text is not a string"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: the text has half a surrogate pair"),
+        ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8"),
+        ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "a.jsonl:2: not JSON"),
+        ("a.jsonl", GOOD + b'{"segments": [1]}\n', "a.jsonl:2: segments must be"),
+        ("a.jsonl", GOOD * 2 + b"x" * (1 << 20), "a.jsonl:3: the line is longer than 524288 bytes"),
+        ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
+        ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
+        ("a\nparallel2d: \x1b[2J.jsonl", b"{", "a\\nparallel2d: \\x1b[2J.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"\\n\\u001b[2J": 1}\n', "fields: \\n\\x1b[2J"),
+        ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
+    ],
+)
 def test_bad_input_is_reported_with_file_and_line(tmp_path, monkeypatch, name, content, message):
     monkeypatch.setattr(reading, "ROW_BYTES", 1 << 19)
     (tmp_path / name).write_bytes(content)
@@ -262,11 +265,18 @@ def test_bad_tables_and_damaged_zstandard_files_are_reported(tmp_path, monkeypat
         assert "cannot be read from here on" in error(tmp_path / "a.jsonl.zst", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "line", "message"), [
-    ("a.txt.gz", b"a line\n", "a.txt.gz:"),
-    ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
-    ("a.jsonl.gz", b"{\n", "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("a.txt.gz", b"a line\n", "a.txt.gz:"),
+        ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
+        (
+            "a.jsonl.gz",
+            b"{\n",
+            "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not",
+        ),
+    ],
+)
 def test_unbounded_text_gives_one_message(tmp_path, monkeypatch, name, line, message):
     monkeypatch.setattr(reading, "_FREE_BYTES", 1 << 20)
     (tmp_path / name).write_bytes(gzip.compress(line * (8 << 20)))
@@ -288,11 +298,18 @@ def test_allowed_bad_rows_are_omitted_and_counted(tmp_path):
     assert lines.decode().startswith("".join(kept))
 
 
-@pytest.mark.parametrize(("content", "fraction", "message"), [
-    ({}, 0.0, "has no document with text"),
-    ({"a.jsonl": '{"text": ""}\n\n'}, 0.0, "has no document with text"),
-    ({"a.txt": "one"}, 0.1, "is one document, which cannot be split; data.validation_fraction=0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "fraction", "message"),
+    [
+        ({}, 0.0, "has no document with text"),
+        ({"a.jsonl": '{"text": ""}\n\n'}, 0.0, "has no document with text"),
+        (
+            {"a.txt": "one"},
+            0.1,
+            "is one document, which cannot be split; data.validation_fraction=0.1",
+        ),
+    ],
+)
 def test_input_without_text_is_refused(tmp_path, content, fraction, message):
     (tmp_path / "in").mkdir()
     for name, text in content.items():
@@ -466,11 +483,21 @@ def prepare_data_set(folder: Path, out: Path) -> TokenStore:
 
 
 @pytest.mark.extras("datasets")
-@pytest.mark.parametrize("pattern", [
-    "{outside}/private.jsonl", "../private.jsonl", "'**/../../private.jsonl'", "http://a.example/x.jsonl",
-    "'file:{outside}/private.jsonl'", "hf://datasets/a/b/x.jsonl", "~/private.jsonl", "link.jsonl", "'*.jsonl'",
-    "'zip://x.jsonl::a.zip'",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "{outside}/private.jsonl",
+        "../private.jsonl",
+        "'**/../../private.jsonl'",
+        "http://a.example/x.jsonl",
+        "'file:{outside}/private.jsonl'",
+        "hf://datasets/a/b/x.jsonl",
+        "~/private.jsonl",
+        "link.jsonl",
+        "'*.jsonl'",
+        "'zip://x.jsonl::a.zip'",
+    ],
+)
 def test_a_readme_names_files_inside_the_folder_only(hostile, tmp_path, pattern):
     (hostile / "README.md").write_text(CARD.format("train.jsonl"))
     assert documents(prepare_data_set(hostile, tmp_path / "good")) == ["good"]

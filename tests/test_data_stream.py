@@ -224,12 +224,15 @@ def test_a_mixture_reads_in_proportion_and_each_sample_once_per_own_epoch(tmp_pa
     assert [255 in row for row in inputs[:40]].count(False) == 10
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ([1.0, 0.0], "above 0"),
-    ([1.0, -2.0], "above 0"),
-    (["a"], "above 0"),
-    ([0.123457, 1.0], f"at most {MAXIMUM_PERIOD}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 0.0], "above 0"),
+        ([1.0, -2.0], "above 0"),
+        (["a"], "above 0"),
+        ([0.123457, 1.0], f"at most {MAXIMUM_PERIOD}"),
+    ],
+)
 def test_impossible_weights_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Schedule(weights)

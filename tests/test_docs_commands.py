@@ -18,10 +18,16 @@ PROGRAM = re.compile(
 )
 # In the place of words that the reader chooses
 CHOSEN = {
-    "RUN_DIR": "run", "RUN": "run", "DIR": "reported", "NEW_FOLDER": "exported-anew",
-    "two/checkpoints/step-00000200": "run", "run/checkpoints/step-00000016": "run", "run/export": "exported-beside",
-    "model.pt": "whole.pt", "~/.parallel2d-secret": "secret",
-}  # fmt: skip
+    "RUN_DIR": "run",
+    "RUN": "run",
+    "DIR": "reported",
+    "NEW_FOLDER": "exported-anew",
+    "two/checkpoints/step-00000200": "run",
+    "run/checkpoints/step-00000016": "run",
+    "run/export": "exported-beside",
+    "model.pt": "whole.pt",
+    "~/.parallel2d-secret": "secret",
+}
 NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "secret")
 # A word -> why a command with it does not run here
 ELSEWHERE = {

@@ -129,8 +129,11 @@ def test_no_page_is_wider_than_the_window(site, tmp_path):
             for width in (1200, 800, 400):
                 browser.call(
                     "Emulation.setDeviceMetricsOverride",
-                    width=width, height=900, deviceScaleFactor=1, mobile=False,
-                )  # fmt: skip
+                    width=width,
+                    height=900,
+                    deviceScaleFactor=1,
+                    mobile=False,
+                )
                 assert browser.ask("window.innerWidth") == width
                 too_wide = browser.ask(TOO_WIDE)
                 if too_wide:

@@ -72,11 +72,20 @@ def names_of(code: str) -> dict[str, Any]:
     x = torch.arange(8).reshape(4, 2) % 8
     micro = SimpleNamespace(inputs=x, targets=x)
     names |= {
-        "torch": torch, "MyModel": MyModel, "x": x, "config": ParallelConfig("hybrid"),
-        "micro_batches": [micro, micro], "valid_tokens_on_this_rank": 16, "batches": [x, x],
-        "loss": summed_loss, "batch": x, "validate": lambda model: model(x), "steps": 2,
-        "samples": 4, "position_of_the_checkpoint": 0,
-    }  # fmt: skip
+        "torch": torch,
+        "MyModel": MyModel,
+        "x": x,
+        "config": ParallelConfig("hybrid"),
+        "micro_batches": [micro, micro],
+        "valid_tokens_on_this_rank": 16,
+        "batches": [x, x],
+        "loss": summed_loss,
+        "batch": x,
+        "validate": lambda model: model(x),
+        "steps": 2,
+        "samples": 4,
+        "position_of_the_checkpoint": 0,
+    }
     if not dist.is_initialized():
         return names
     mesh = build_mesh(MeshSpec(replicate=dist.get_world_size(), shard=1), "hybrid")

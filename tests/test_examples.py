@@ -136,9 +136,13 @@ def hooked(folder: Path, steps: int) -> None:
     ]
     small = [word for word in jobs.SMALL if not word.startswith("train.steps")]
     words = [
-        "hydra.run.dir=run", "launch.nproc_per_node=2", f"train.steps={steps}", "train.validate_every=3",
-        f"train.hooks=[{', '.join(hooks)}]", "scheduler=constant",
-    ]  # fmt: skip
+        "hydra.run.dir=run",
+        "launch.nproc_per_node=2",
+        f"train.steps={steps}",
+        "train.validate_every=3",
+        f"train.hooks=[{', '.join(hooks)}]",
+        "scheduler=constant",
+    ]
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment["WANDB_MODE"] = "offline"
@@ -247,14 +251,26 @@ def test_image_folder_example_has_equal_losses_on_two_layouts(ranks, tmp_path, m
             Image.fromarray(pixels.astype(np.uint8)).save(where)
     sizes = "num_labels: 3, num_attention_heads: 2, num_hidden_layers: 2, hidden_size: 16, intermediate_size: 24"
     models = {
-        "vit": ["model=hf", "model.architecture=vit", f"++model.arguments={{image_size: 8, patch_size: 4, {sizes}}}"],
-        "network": ["model=custom", "model.target=images:Network", "++model.arguments={classes: 3, width: 4}"],
-    }  # fmt: skip
+        "vit": [
+            "model=hf",
+            "model.architecture=vit",
+            f"++model.arguments={{image_size: 8, patch_size: 4, {sizes}}}",
+        ],
+        "network": [
+            "model=custom",
+            "model.target=images:Network",
+            "++model.arguments={classes: 3, width: 4}",
+        ],
+    }
     arguments = "{folder: pictures, size: 8, share: 0.2}"
     words = [
-        *models[model], "data=custom", "data.target=images:build", f"data.arguments={arguments}", "train.validate_every=3",
+        *models[model],
+        "data=custom",
+        "data.target=images:build",
+        f"data.arguments={arguments}",
+        "train.validate_every=3",
         f"data.validation={{held: {{arguments: {arguments[:-1]}, held_out: true}}}}}}",
-    ]  # fmt: skip
+    ]
     for name, world in (("alone", 1), ("hybrid", 4)):
         ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), words, 6)
     alone, hybrid = (jobs.rows(tmp_path / name) for name in ("alone", "hybrid"))

@@ -29,13 +29,24 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 LIBRARY = Path(os.__file__).parent
 WORDS = (
-    "data=text", f"data.path={LIBRARY}/email/*.py", "train.seq_len=16", "train.global_batch_size=16", "train.steps=1000000",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent",
-    "metrics.tensorboard=false", "precision=fp64", "scheduler=constant", "checkpoint.every=10",
+    "data=text",
+    f"data.path={LIBRARY}/email/*.py",
+    "train.seq_len=16",
+    "train.global_batch_size=16",
+    "train.steps=1000000",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+    "precision=fp64",
+    "scheduler=constant",
+    "checkpoint.every=10",
     # The last digits of sums depend on the layout, and training makes such a difference grow with
     # every step: slowly at a small rate. A lost update would show by far.
     "optimizer.lr=1e-5",
-)  # fmt: skip
+)
 
 
 # Leave the cores to starting processes, with few steps to repeat without faults.

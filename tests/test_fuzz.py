@@ -41,8 +41,21 @@ ODD = (
     {"": ""}, [1] * 10_000, {"__class__": "os"},
 )  # fmt: skip
 PIECES = (
-    b"\0", b"\xff" * 8, b"[" * 50_000, b"{", b"}", b'"', b",", b"NaN", b"1e999", b"9" * 5000, b"\n", b"\\u0000", b"-", b"\x80\x02cos\n",
-)  # fmt: skip
+    b"\0",
+    b"\xff" * 8,
+    b"[" * 50_000,
+    b"{",
+    b"}",
+    b'"',
+    b",",
+    b"NaN",
+    b"1e999",
+    b"9" * 5000,
+    b"\n",
+    b"\\u0000",
+    b"-",
+    b"\x80\x02cos\n",
+)
 
 
 def mutated_bytes(data: bytes, random: random.Random) -> bytes:
@@ -251,16 +264,25 @@ def _save_for_torch(folder: Path) -> None:
 
 def _record(folder: Path) -> None:
     row = {
-        "throughput/tokens_per_s": 50.0, "time/step_s": 0.1, "time/sync_s": 0.01, "memory/peak_gib": 1.5, "comm/shard/bytes": 10,
-        "goodput/fraction": 0.5, "goodput/useful_s": 4.0, "goodput/lost_data_s": 1.0, "validation/loss": None,
-    }  # fmt: skip
+        "throughput/tokens_per_s": 50.0,
+        "time/step_s": 0.1,
+        "time/sync_s": 0.01,
+        "memory/peak_gib": 1.5,
+        "comm/shard/bytes": 10,
+        "goodput/fraction": 0.5,
+        "goodput/useful_s": 4.0,
+        "goodput/lost_data_s": 1.0,
+        "validation/loss": None,
+    }
     lines = [
         {**row, "step": n, "loss": 5.0 / n, "goodput/wall_s": 9.0 * n, "goodput/unix_s": 1.7e9 + n}
         for n in range(1, 11)
     ]
     described = {
-        "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "strategy": "hybrid", "predicted": {"comm/shard/bytes": 8},
-    }  # fmt: skip
+        "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+        "strategy": "hybrid",
+        "predicted": {"comm/shard/bytes": 8},
+    }
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "layout.json").write_text(
         json.dumps(described | {"ranks": [[[0], [1]], [[2], [3]]], "hosts": ["a"] * 4})
@@ -277,8 +299,13 @@ def _prepare(folder: Path) -> None:
 
 
 _MAKE = {
-    "manifest": _save, "header": _save, "saved": _save_for_torch, "layout": _record, "rows": _record, "tokens": _prepare,
-}  # fmt: skip
+    "manifest": _save,
+    "header": _save,
+    "saved": _save_for_torch,
+    "layout": _record,
+    "rows": _record,
+    "tokens": _prepare,
+}
 
 
 def fuzzed(kind: str, original: Path, folder: Path, seed: int, number: int) -> tuple[float, int]:

@@ -104,7 +104,7 @@ LAYOUTS = [
     ({"replicate": 1, "shard": 4}, "zero2", "block", "own_plain", 2),
     ({"replicate": 2, "shard": 2}, "hybrid", "block", "own_reduce_scatter_only", 3),
     ({"replicate": 2, "shard": 2}, "hybrid", EVERYTHING, "own_plain", 3),
-]  # fmt: skip
+]
 
 
 ALL_CASES = (0, 3, 4)  # hybrid, hybrid_full, ddp
@@ -127,11 +127,15 @@ def runs(number, name):
     return number in ALL_CASES or (list(CASES).index(name) + number) % 3 == 1
 
 
-@pytest.mark.parametrize("number", [
-    1, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 6, 10)),
-    *(pytest.param(number, marks=pytest.mark.soak) for number in (2, 3, 7, 8)),
-    *(pytest.param(number, marks=pytest.mark.soak) for number in (4, 5, 9, 11)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number",
+    [
+        1,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 6, 10)),
+        *(pytest.param(number, marks=pytest.mark.soak) for number in (2, 3, 7, 8)),
+        *(pytest.param(number, marks=pytest.mark.soak) for number in (4, 5, 9, 11)),
+    ],
+)
 def test_gradients_equal_one_process(ranks, number):
     names = [name for name in CASES if runs(number, name)]
     for found in ranks.run(4, differences, *LAYOUTS[number], names):

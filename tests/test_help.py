@@ -155,21 +155,30 @@ def test_parallel2d_without_arguments_lists_commands(capsys):
         assert re.search(rf"^  {name} +{re.escape(purpose)}$", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
-    ([], "a command is missing\nusage: parallel2d COMMAND"),
-    (["--nonsense"], "--nonsense is not one of train"),
-    (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
-    (["train", "train.stepz=4"], ".*did you mean train.steps?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
+        ([], "a command is missing\nusage: parallel2d COMMAND"),
+        (["--nonsense"], "--nonsense is not one of train"),
+        (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
+        (["train", "train.stepz=4"], ".*did you mean train.steps?"),
+    ],
+)
 def test_wrong_command_gives_one_clear_message(words, told, capsys):
     assert __main__.main(words) == 2
     assert re.match(f"parallel2d: {told}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("plan", "certify", "preflight") else name for name in COMMANDS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("plan", "certify", "preflight")
+        else name
+        for name in COMMANDS
+    ],
+)
 def test_usage_names_the_called_entry_point(name, capsys):
     module = importlib.import_module(f"parallel2d.{name}")
     for main, words, program in (

@@ -40,7 +40,7 @@ class Giving(Hook):
 
 
 def test_hook_metric_is_the_mean_over_reporting_ranks(ranks, folder):
-    words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")  # fmt: skip
+    words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
     assert [row["rank"] for row in rows] == [0.5] * 4
@@ -132,15 +132,35 @@ def test_stop_request_writes_a_row_for_the_last_step(ranks, folder):
 
 def test_hooks_run_in_one_order_on_every_rank_and_after_resume(ranks, folder):
     words = (
-        "train.hooks=[test_hooks:Noting]", "train.validate_every=3", "checkpoint.asynchronous=false", "train.steps=6"
-    )  # fmt: skip
+        "train.hooks=[test_hooks:Noting]",
+        "train.validate_every=3",
+        "checkpoint.asynchronous=false",
+        "train.steps=6",
+    )
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     calls = calls_of(folder, 0)
     assert calls == calls_of(folder, 1)
     validation = ["validation", 3, ["validation/loss"]]
-    first = [["start", 0], ["step", 1], ["step", 2], ["save", 2, "step-00000002"], validation, ["step", 3], ["step", 4], ["save", 4, "step-00000004"], ["step", 5]]  # fmt: skip
-    second = [["start", 4], ["step", 5], ["validation", 6, ["validation/loss"]], ["step", 6], ["save", 6, "step-00000006"], ["end", 6, "finished"]]  # fmt: skip
+    first = [
+        ["start", 0],
+        ["step", 1],
+        ["step", 2],
+        ["save", 2, "step-00000002"],
+        validation,
+        ["step", 3],
+        ["step", 4],
+        ["save", 4, "step-00000004"],
+        ["step", 5],
+    ]
+    second = [
+        ["start", 4],
+        ["step", 5],
+        ["validation", 6, ["validation/loss"]],
+        ["step", 6],
+        ["save", 6, "step-00000006"],
+        ["end", 6, "finished"],
+    ]
     assert calls == first + second
     noted = [json.loads(row) for row in (folder / "run" / "rows-0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in noted] == [1, 2, 3, 4, 5, 5, 6]
@@ -173,16 +193,21 @@ class Failing(Hook):
         self.fail(run, "end")
 
 
-@pytest.mark.parametrize(("method", "told"), [
-    ("start", "start failed on rank 1 at step 0: ValueError: no luck ("),
-    ("leave", "step failed on rank 1 at step 1: SystemExit: 7"),
-    ("save", "save failed on rank 1 at step 2: ValueError: no luck ("),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("start", "start failed on rank 1 at step 0: ValueError: no luck ("),
+        ("leave", "step failed on rank 1 at step 1: SystemExit: 7"),
+        ("save", "save failed on rank 1 at step 2: ValueError: no luck ("),
+    ],
+)
 def test_hook_exception_on_one_rank_gives_one_message_on_all(ranks, folder, method, told):
     words = (
-        f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]", "train.steps=4", "train.validate_every=3",
+        f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]",
+        "train.steps=4",
+        "train.validate_every=3",
         "checkpoint.asynchronous=false",
-    )  # fmt: skip
+    )
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     assert caught.value.everywhere
@@ -209,16 +234,19 @@ def call_once(hooks):
     calls.step(2, {}, None, True)
 
 
-@pytest.mark.parametrize(("hooks", "message"), [
-    ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
-    ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
-    ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
-    ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
-    ([Returning({"a": (1, -1)})], "the metric a has the count -1, which must be at least 0"),
-    ([Returning({1: 1})], "a metric has the name 1, which is not a string"),
-    ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
-    ([Returning({}, "save")], "save returned {}; it may return nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
+        ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
+        ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
+        ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
+        ([Returning({"a": (1, -1)})], "the metric a has the count -1, which must be at least 0"),
+        ([Returning({1: 1})], "a metric has the name 1, which is not a string"),
+        ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
+        ([Returning({}, "save")], "save returned {}; it may return nothing"),
+    ],
+)
 def test_invalid_hook_return_value_ends_the_run(ranks, hooks, message):
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, call_once, hooks)
@@ -226,19 +254,22 @@ def test_invalid_hook_return_value_ends_the_run(ranks, hooks, message):
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize(("entries", "message"), [
-    (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
-    (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
-    (["test_hooks:SAMPLE"], "is not callable"),
-    (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
-    (["test_hooks:Misspelt"], r"has a method on_step, which .* did you mean step\?"),
-    ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
-    ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
-    (
-        [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
-        r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
+        (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
+        (["test_hooks:SAMPLE"], "is not callable"),
+        (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
+        (["test_hooks:Misspelt"], r"has a method on_step, which .* did you mean step\?"),
+        ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
+        ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
+        (
+            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
+            r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
+        ),
+    ],
+)
 def test_invalid_hook_gives_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
@@ -341,11 +372,18 @@ def losses_and_weights(folder, run_dir, words, hooks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout", [("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")]
+)
 def test_hooks_and_samples_change_no_weights_or_losses(ranks, folder, layout):
     words = (
-        "model=custom", "model.target=test_hooks:Dropping", "precision=fp32", "train.steps=7", "checkpoint.enabled=false", *layout
-    )  # fmt: skip
+        "model=custom",
+        "model.target=test_hooks:Dropping",
+        "precision=fp32",
+        "train.steps=7",
+        "checkpoint.enabled=false",
+        *layout,
+    )
     plain = ranks.run(2, losses_and_weights, str(folder), str(folder / "plain"), words, ())
     hooks = [SampleText(every=2, tokens=9, temperature=0.7), Giving()]
     other = ranks.run(2, losses_and_weights, str(folder), str(folder / "hooked"), words, hooks)

@@ -57,10 +57,20 @@ from parallel2d.training.metrics import heartbeat
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
-    "data=text", f"data.path={LIBRARY}/json/*.py", "train.seq_len=16", "train.global_batch_size=8", "model.n_layers=1", "model.dim=32",
-    "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent", "metrics.tensorboard=false", "precision=fp64",
-    "scheduler=constant", "launch.nproc_per_node=2",
-)  # fmt: skip
+    "data=text",
+    f"data.path={LIBRARY}/json/*.py",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+    "precision=fp64",
+    "scheduler=constant",
+    "launch.nproc_per_node=2",
+)
 
 
 SLOWLY = """
@@ -161,10 +171,13 @@ def test_first_killed_worker_is_the_cause():
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.parametrize(("launcher", "processes"), [
-    ((), {"none": 2}),  # the launcher, and the process that checks the job
-    pytest.param(TORCHRUN, {}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        ((), {"none": 2}),  # the launcher, and the process that checks the job
+        pytest.param(TORCHRUN, {}, marks=pytest.mark.slow),
+    ],
+)
 def test_each_process_parses_the_config_and_resolves_the_mesh_once(tmp_path, launcher, processes):
     (tmp_path / "sitecustomize.py").write_text(COUNTING)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -191,7 +204,14 @@ def test_killed_workers_restart_and_resume(tmp_path):
     and batches of one that nothing happened to. Its sync method keeps state between steps: outer
     momentum, residuals, a fragment on its way.
     """
-    method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
+    method = [
+        "mesh.replicate=2",
+        "sync=diloco",
+        "sync.every=7",
+        "sync.fragments=2",
+        "sync.delay=3",
+        "sync.wire=int4",
+    ]
     words = command(tmp_path, "train.steps=80", *method)
     (tmp_path / "slowly.py").write_text(SLOWLY)
     copied = ["checkpoint.every=50", "checkpoint.memory_every=4", "launch.max_restarts=5"]
@@ -200,7 +220,10 @@ def test_killed_workers_restart_and_resume(tmp_path):
     kill_server(process, tmp_path / "run")
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors
-    assert "exited with code 255, as ranks do when the process that forks them is ended. Restarting" in errors  # fmt: skip
+    assert (
+        "exited with code 255, as ranks do when the process that forks them is ended. Restarting"
+        in errors
+    )
 
     quietly = [*words, "checkpoint.enabled=false", f"hydra.run.dir={tmp_path}/quiet"]
     again = subprocess.run(quietly, cwd=tmp_path, capture_output=True, text=True)
@@ -208,7 +231,9 @@ def test_killed_workers_restart_and_resume(tmp_path):
     disturbed, quiet = jobs.rows(tmp_path / "run"), jobs.rows(tmp_path / "quiet")
     assert [row["step"] for row in disturbed] == list(range(1, 81))
     for key in ("data/batch_hash", "loss"):
-        assert [row[key] for row in disturbed] == pytest.approx([row[key] for row in quiet], rel=1e-10, abs=0)  # fmt: skip
+        assert [row[key] for row in disturbed] == pytest.approx(
+            [row[key] for row in quiet], rel=1e-10, abs=0
+        )
 
 
 @pytest.mark.slow
@@ -515,10 +540,16 @@ def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks():
     assert 0 < of_launcher <= 3 * ranks + 60
 
 
-@pytest.mark.parametrize(("raised", "said"), [
-    ("gloo/pair.cc:545] Read error: Connection reset by peer", "rank 1 lost the connection to another rank, which has ended: torchrun names it below\n"),
-    ("a fault of its own", "rank 1 failed first:\nTraceback"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "gloo/pair.cc:545] Read error: Connection reset by peer",
+            "rank 1 lost the connection to another rank, which has ended: torchrun names it below\n",
+        ),
+        ("a fault of its own", "rank 1 failed first:\nTraceback"),
+    ],
+)
 def test_torchrun_rank_reports_a_failed_peer_in_one_line(raised, said):
     program = f"""
 from parallel2d.base.topology import RankIdentity

@@ -114,10 +114,13 @@ def words(texts):
 CORPUS = [f"one plus {number} is more than {number}" for number in ("two", "three", "four")]
 
 
-@pytest.mark.parametrize(("kind", "layout"), [
-    ("llama", ["strategy=zero3", "mesh.tensor=2"]),
-    ("mixtral", ["strategy=hybrid_full"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("llama", ["strategy=zero3", "mesh.tensor=2"]),
+        ("mixtral", ["strategy=hybrid_full"]),
+    ],
+)
 def test_export_of_any_layout_loads_with_its_tokenizer(ranks, tmp_path, kind, layout):
     from transformers import AutoTokenizer
 
@@ -203,13 +206,22 @@ def test_missing_model_folder_is_named(tmp_path, capsys):
 
 HOSTILE = [
     ({"arguments": {"attn_implementation": "someone/kernel"}}, "stands for code, files or parts"),
-    ({"arguments": {"text_config": {"_attn_implementation": "a/b"}}}, "stands for code, files or parts"),
-    ({"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "stands for code, files or parts"),
+    (
+        {"arguments": {"text_config": {"_attn_implementation": "a/b"}}},
+        "stands for code, files or parts",
+    ),
+    (
+        {"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}},
+        "stands for code, files or parts",
+    ),
     ({"arguments": {"num_hidden_layers": 10**9}}, "is more than 10,000 layers"),
     ({"arguments": {"num_labels": 10**9}}, "num_labels=1000000000 is more than"),
     ({"arguments": {"no_such_key": 1}}, "LlamaConfig has no no_such_key"),
     ({"arguments": {"hidden_size": "wide"}}, "the checkpoint's model: "),
-    ({"arguments": {"num_hidden_layers": 1}}, "the weights do not fit LlamaForCausalLM: model.layers.1"),
+    (
+        {"arguments": {"num_hidden_layers": 1}},
+        "the weights do not fit LlamaForCausalLM: model.layers.1",
+    ),
     ({"arguments": {**MODELS["llama"], "vocab_size": 32}}, "is [31, 16], the model's is [32, 16]"),
     ({"arguments": [1]}, "the checkpoint's model: TypeError"),
     ({"architecture": "someone/model"}, "has no architecture 'someone/model'"),
@@ -218,7 +230,7 @@ HOSTILE = [
     ({"path": "someone/model"}, "which does not exist here"),
     ({"architecture": "timm_wrapper", "arguments": {}}, "model_type=timm_wrapper stands for code"),
     ({"arguments": {"backbone": "resnet50"}}, "backbone=resnet50 stands for code"),
-]  # fmt: skip
+]
 
 
 def test_invalid_model_settings_give_one_message(tmp_path, capsys):

@@ -118,9 +118,13 @@ def trained_matrices(layout: str = "") -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each for each in LAYOUTS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each
+        for each in LAYOUTS
+    ],
+)
 def test_each_matrix_is_updated_on_one_replica_with_updates_of_one_process(ranks, layout):
     count, sizes, strategy, _ = LAYOUTS[layout]
     found = ranks.run(count, train, layout)

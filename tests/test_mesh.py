@@ -17,24 +17,27 @@ def resolve(strategy="hybrid", hosts=(4,), **sizes):
     return (shape.replicate, shape.shard, shape.tensor), shape, topology
 
 
-@pytest.mark.parametrize(("strategy", "hosts", "sizes", "expected"), [
-    ("ddp", (4,), {}, (4, 1, 1)),
-    ("ddp", (4,), {"tensor": 2}, (2, 1, 2)),
-    ("zero2", (4, 4), {}, (1, 8, 1)),
-    ("zero3", (4, 4), {"tensor": 4}, (1, 2, 4)),
-    ("hybrid", (8, 8, 8), {}, (3, 8, 1)),
-    ("hybrid", (8, 8), {"tensor": 2}, (2, 4, 2)),
-    ("hybrid", (8, 8), {"replicate": 4}, (4, 4, 1)),
-    ("hybrid", (8, 8), {"shard": 2}, (8, 2, 1)),
-    ("hybrid", (4, 2), {}, (3, 2, 1)),
-    ("hybrid", (1, 1), {}, (2, 1, 1)),
-    ("hybrid", (1,), {}, (1, 1, 1)),
-    ("hybrid", (2,), {}, (1, 2, 1)),
-    ("hybrid", (7,), {}, (1, 7, 1)),
-    ("hybrid", (8,), {}, (2, 4, 1)),
-    ("hybrid_zero2", (6,), {}, (2, 3, 1)),
-    ("hybrid", (9,), {}, (3, 3, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "sizes", "expected"),
+    [
+        ("ddp", (4,), {}, (4, 1, 1)),
+        ("ddp", (4,), {"tensor": 2}, (2, 1, 2)),
+        ("zero2", (4, 4), {}, (1, 8, 1)),
+        ("zero3", (4, 4), {"tensor": 4}, (1, 2, 4)),
+        ("hybrid", (8, 8, 8), {}, (3, 8, 1)),
+        ("hybrid", (8, 8), {"tensor": 2}, (2, 4, 2)),
+        ("hybrid", (8, 8), {"replicate": 4}, (4, 4, 1)),
+        ("hybrid", (8, 8), {"shard": 2}, (8, 2, 1)),
+        ("hybrid", (4, 2), {}, (3, 2, 1)),
+        ("hybrid", (1, 1), {}, (2, 1, 1)),
+        ("hybrid", (1,), {}, (1, 1, 1)),
+        ("hybrid", (2,), {}, (1, 2, 1)),
+        ("hybrid", (7,), {}, (1, 7, 1)),
+        ("hybrid", (8,), {}, (2, 4, 1)),
+        ("hybrid_zero2", (6,), {}, (2, 3, 1)),
+        ("hybrid", (9,), {}, (3, 3, 1)),
+    ],
+)
 def test_sizes_follow_from_strategy_and_topology(strategy, hosts, sizes, expected):
     assert resolve(strategy, hosts, **sizes)[0] == expected
 
@@ -53,19 +56,27 @@ def test_single_host_split_is_logged():
     assert resolve(hosts=(4, 4))[1].notes == ()
 
 
-@pytest.mark.parametrize(("strategy", "hosts", "sizes", "words"), [
-    ("hybrid", (4,), {"tensor": 3}, ["mesh.tensor=3", "4 ranks", "1, 2 or 4"]),
-    ("hybrid", (4,), {"shard": 3}, ["mesh.shard=3", "must be 4", "2 x 2"]),
-    ("hybrid", (4,), {"replicate": 3}, ["mesh.replicate=3", "must be 4", "2 x 2"]),
-    ("zero2", (4,), {"replicate": 4}, ["strategy=zero2", "hybrid_zero2"]),
-    ("hybrid", (8,), {"replicate": 2, "shard": 2}, ["mesh.replicate=2", "mesh.shard=2", "must be 8", "2 x 4"]),
-    ("hybrid", (4,), {"shard": 0}, ["mesh.shard=0", "at least 1"]),
-    ("hybrid", (4,), {"shard": "two"}, ["mesh.shard=two", "auto"]),
-    ("ddp", (4,), {"shard": 2}, ["strategy=ddp", "mesh.shard=2", "hybrid_zero2"]),
-    ("zero3", (4,), {"replicate": 2}, ["strategy=zero3", "mesh.replicate=2", "hybrid"]),
-    ("ddp", (4,), {"replicate": 2}, ["must be 4"]),
-    ("hybrid", (3, 3), {"tensor": 2}, ["mesh.tensor=2", "every host"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "sizes", "words"),
+    [
+        ("hybrid", (4,), {"tensor": 3}, ["mesh.tensor=3", "4 ranks", "1, 2 or 4"]),
+        ("hybrid", (4,), {"shard": 3}, ["mesh.shard=3", "must be 4", "2 x 2"]),
+        ("hybrid", (4,), {"replicate": 3}, ["mesh.replicate=3", "must be 4", "2 x 2"]),
+        ("zero2", (4,), {"replicate": 4}, ["strategy=zero2", "hybrid_zero2"]),
+        (
+            "hybrid",
+            (8,),
+            {"replicate": 2, "shard": 2},
+            ["mesh.replicate=2", "mesh.shard=2", "must be 8", "2 x 4"],
+        ),
+        ("hybrid", (4,), {"shard": 0}, ["mesh.shard=0", "at least 1"]),
+        ("hybrid", (4,), {"shard": "two"}, ["mesh.shard=two", "auto"]),
+        ("ddp", (4,), {"shard": 2}, ["strategy=ddp", "mesh.shard=2", "hybrid_zero2"]),
+        ("zero3", (4,), {"replicate": 2}, ["strategy=zero3", "mesh.replicate=2", "hybrid"]),
+        ("ddp", (4,), {"replicate": 2}, ["must be 4"]),
+        ("hybrid", (3, 3), {"tensor": 2}, ["mesh.tensor=2", "every host"]),
+    ],
+)
 def test_impossible_mesh_sizes_give_one_error_with_possible_sizes(strategy, hosts, sizes, words):
     with pytest.raises(ConfigError) as error:
         resolve(strategy, hosts, **sizes)

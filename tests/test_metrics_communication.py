@@ -28,8 +28,13 @@ from parallel2d.training.metrics.recorder import Deviation
 from tools.cluster import Cluster, why_not
 
 LLAMA = {
-    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512,
-}  # fmt: skip
+    "dim": 128,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "hidden_dim": 256,
+    "vocab_size": 512,
+}
 SEQUENCES, TOKENS = 4, 32
 NO_CLUSTER = why_not()
 
@@ -104,8 +109,11 @@ def build_tied_llama(tensor: int) -> tuple[Any, Any, Any]:
     """Tied, as the plan's words split it; every norm works on slices of the sequence."""
     model = training.build_llama(**LLAMA, tie_embeddings=True)
     words = {
-        "layers.*.w[qkv13]": "colwise", "layers.*.w[o2]": "rowwise", "output": "colwise_gather_output", "*norm": "sequence",
-    }  # fmt: skip
+        "layers.*.w[qkv13]": "colwise",
+        "layers.*.w[o2]": "rowwise",
+        "output": "colwise_gather_output",
+        "*norm": "sequence",
+    }
     return model, model.init_weights, words
 
 
@@ -113,9 +121,13 @@ def build_hugging_face_llama(_tensor: int) -> tuple[Any, Any, Any]:
     from parallel2d.models import huggingface
 
     sizes = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "vocab_size": 512,
-    }  # fmt: skip
+    }
     model = huggingface.build(None, "llama", sizes, "causal_lm")
     return model, None, huggingface.tensor_words(model)
 
@@ -170,13 +182,24 @@ SLOW = [pytest.mark.slow]
 TENSOR_CASES = {
     "bf16_none": ([], {"precision": "bf16", "accumulation": 2, "mode": "none"}),
     "tied": ([], {"build": build_tied_llama, "accumulation": 2}),
-    "tied_full": (SLOW, {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2}),
-    "fp32_norms": (SLOW, {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])}),
+    "tied_full": (
+        SLOW,
+        {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2},
+    ),
+    "fp32_norms": (
+        SLOW,
+        {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])},
+    ),
     "hugging_face_bf16_full": (
         [pytest.mark.extras("transformers")],
-        {"build": build_hugging_face_llama, "activation_checkpointing": "full", "precision": "bf16", "accumulation": 2},
+        {
+            "build": build_hugging_face_llama,
+            "activation_checkpointing": "full",
+            "precision": "bf16",
+            "accumulation": 2,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -253,9 +276,17 @@ def test_meter_counts_axis_groups_without_control_traffic(ranks):
 # Ways to wait for an all-reduce, by its axis
 WAYS = {
     "synchronous": ("shard", lambda tensor, group: dist.all_reduce(tensor, group=group)),
-    "asynchronous": ("shard", lambda tensor, group: metering.wait(dist.all_reduce(tensor, group=group, async_op=True), group)),
-    "functional": ("tensor", lambda tensor, group: functional.all_reduce(tensor, "sum", group).sum()),
-}  # fmt: skip
+    "asynchronous": (
+        "shard",
+        lambda tensor, group: metering.wait(
+            dist.all_reduce(tensor, group=group, async_op=True), group
+        ),
+    ),
+    "functional": (
+        "tensor",
+        lambda tensor, group: functional.all_reduce(tensor, "sum", group).sum(),
+    ),
+}
 
 
 def wait_for_a_late_rank(way: str) -> list[float]:
@@ -296,15 +327,25 @@ def test_deviating_axis_is_logged_once():
 
 # A job on two nodes: pairs inside a node use its loopback, all others the link.
 JOB = (
-    "model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=64", "checkpoint.enabled=false",
-)  # fmt: skip
+    "model.n_layers=4",
+    "model.dim=256",
+    "model.hidden_dim=704",
+    "precision=fp32",
+    "train.seq_len=64",
+    "checkpoint.enabled=false",
+)
 
 
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
 @pytest.mark.parametrize(
     ("words", "inside", "between"),
-    [pytest.param(["strategy=hybrid"], "shard", "replicate", marks=pytest.mark.slow), pytest.param(["strategy=zero3", "mesh.tensor=2"], "tensor", "shard", marks=pytest.mark.soak)],
-)  # fmt: skip
+    [
+        pytest.param(["strategy=hybrid"], "shard", "replicate", marks=pytest.mark.slow),
+        pytest.param(
+            ["strategy=zero3", "mesh.tensor=2"], "tensor", "shard", marks=pytest.mark.soak
+        ),
+    ],
+)
 def test_bytes_per_axis_equal_kernel_counters(folder, words, inside, between):
     with Cluster(2, ranks=2) as cluster:
         words = [*jobs.SMALL, *JOB, *words, f"hydra.run.dir={folder}/run"]

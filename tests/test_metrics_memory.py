@@ -20,12 +20,15 @@ def out_of_gpu_memory():
     raise torch.OutOfMemoryError(CUDA)
 
 
-@pytest.mark.parametrize(("fail", "of_host"), [
-    (lambda: torch.empty(2**60, dtype=torch.uint8), True),
-    (lambda: numpy.empty(2**58, dtype=numpy.uint8), True),
-    (lambda: bytearray(2**60), True),
-    (out_of_gpu_memory, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fail", "of_host"),
+    [
+        (lambda: torch.empty(2**60, dtype=torch.uint8), True),
+        (lambda: numpy.empty(2**58, dtype=numpy.uint8), True),
+        (lambda: bytearray(2**60), True),
+        (out_of_gpu_memory, False),
+    ],
+)
 def test_out_of_memory_message_names_rank_host_and_keys(tmp_path, fail, of_host):
     (said,) = notes_of(tmp_path, fail)
     assert said.startswith("rank 3 on node-b ran out of memory; ")

@@ -108,9 +108,12 @@ def test_stopped_rank_and_slow_rank_are_distinguished():
 
 
 SHOWN = {
-    "loss": 2.34567, "throughput/tokens_per_s": 1234567.0, "throughput/mfu": 0.412, "comm/between_hosts/bytes": 3.2e9,
+    "loss": 2.34567,
+    "throughput/tokens_per_s": 1234567.0,
+    "throughput/mfu": 0.412,
+    "comm/between_hosts/bytes": 3.2e9,
     "memory/peak_gib": 61.25,
-}  # fmt: skip
+}
 
 
 def on_a_terminal(mode, row):
@@ -163,17 +166,33 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     assert per_sequence == 6 * seq * (width * hidden + hidden * words)
     writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
     recorder = Recorder(
-        log_every=1, steps=3, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
-        writer=writer, display=None, hosts=HOSTS,
-    )  # fmt: skip
+        log_every=1,
+        steps=3,
+        ranks=ranks,
+        tokens_per_step=batch * seq,
+        flops_per_step=per_sequence * batch,
+        peak_flops=peak,
+        writer=writer,
+        display=None,
+        hosts=HOSTS,
+    )
     recorder.begin(0)
     measured = [RankReport(seconds, {}, {})] * ranks
     outcome = StepOutcome(
         joins=False,
         preempted_ranks=[],
         store_ends=False,
-        loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
-    )  # fmt: skip
+        loss=1.0,
+        grad_norm=1.0,
+        tokens=batch * seq,
+        batch_hash=0,
+        own_norm=1.0,
+        outer_norm=None,
+        finite=True,
+        preempted=False,
+        save_is_due=False,
+        ranks=measured,
+    )
     for step, step_s in enumerate((seconds, 2 * seconds, seconds), 1):
         recorder.record(
             Progress(step=step), outcome, 0.1, {"step_s": step_s}, None, last=step == 3, given={}
@@ -192,9 +211,13 @@ def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
     from parallel2d.models import huggingface
 
     sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
         "num_key_value_heads": 4,
-    }  # fmt: skip
+    }
     with build_on_meta():
         model = huggingface.build(None, "llama", sizes, "causal_lm")
     seq = 32
@@ -307,18 +330,27 @@ def test_restart_moves_only_the_rows_of_undone_steps(tmp_path):
     assert (tmp_path / "metrics.before-restart-2.jsonl").read_text() == "".join(lines[:7])
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
-    ("", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
+        ("", None),
+    ],
+)
 def test_restart_logs_the_number_of_lost_steps(tmp_path, rows, message):
     (tmp_path / "metrics.jsonl").write_text(rows)
     said = []
     display = SimpleNamespace(begin=lambda step: None, log=said.append)
     recorder = Recorder(
-        log_every=1, steps=40, ranks=1, tokens_per_step=8, flops_per_step=None, peak_flops=None,
-        writer=MetricsWriter(str(tmp_path), {}, tensorboard=False), display=display,
-    )  # fmt: skip
+        log_every=1,
+        steps=40,
+        ranks=1,
+        tokens_per_step=8,
+        flops_per_step=None,
+        peak_flops=None,
+        writer=MetricsWriter(str(tmp_path), {}, tensorboard=False),
+        display=display,
+    )
     recorder.begin(0)
     assert [line for line in said if message and message in line] == said
     assert len(said) == (message is not None)

@@ -39,8 +39,12 @@ def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("trained")
     (place / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(20000)))
     words = (
-        "train.steps=5", "profile.steps=[3,4]", "profile.ranks=[1]", "checkpoint.every=2", "hydra.run.dir=run",
-    )  # fmt: skip
+        "train.steps=5",
+        "profile.steps=[3,4]",
+        "profile.ranks=[1]",
+        "checkpoint.every=2",
+        "hydra.run.dir=run",
+    )
     done = execute(place, *ON_TWO, *words)
     assert done.returncode == 0, done.stderr
     return place, done.stderr
@@ -90,9 +94,13 @@ def test_a_refused_start_leaves_the_records_of_a_good_run(trained):
     run = (*ON_TWO, "hydra.run.dir=again")
     before = records(place / "again")
     for words in (
-        ("train.steps=8", "strategy=hybrid", "model.n_layers=2"),  # on the ranks: does not fit the checkpoint
+        (
+            "train.steps=8",
+            "strategy=hybrid",
+            "model.n_layers=2",
+        ),  # on the ranks: does not fit the checkpoint
         ("mesh.replicate=3",),  # before there are any: does not fit them
-    ):  # fmt: skip
+    ):
         refused = execute(place, *run, *words)
         assert refused.returncode == 2, refused.stderr
         assert records(place / "again") == before, words
@@ -131,9 +139,19 @@ def test_out_of_memory_on_a_rank_gives_one_message(folder):  # noqa: F811
 def test_stopped_rank_is_named_after_the_timeout(folder):  # noqa: F811
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
-        command(*words, "train.steps=1000000", "launch.nproc_per_node=2", "launch.timeout=12", "hydra.run.dir=run"),
-        cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        command(
+            *words,
+            "train.steps=1000000",
+            "launch.nproc_per_node=2",
+            "launch.timeout=12",
+            "hydra.run.dir=run",
+        ),
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     metrics = folder / "run" / "metrics.jsonl"
     stacks = folder / "run" / "stacks"
     stopped = 0

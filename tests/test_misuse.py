@@ -269,14 +269,23 @@ def _hooked_weight(kind):
 
 UNSUITED = {
     "hook": (lambda: _hooked_weight("register_hook"), "0.weight has a gradient hook"),
-    "hook after": (lambda: _hooked_weight("register_post_accumulate_grad_hook"), "0.weight has a gradient hook"),
+    "hook after": (
+        lambda: _hooked_weight("register_post_accumulate_grad_hook"),
+        "0.weight has a gradient hook",
+    ),
     "lazy": (lambda: nn.LazyLinear(4), "0.weight has no size yet"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm=1.0"),
     "list": (lambda: Holder("list"), "0.kept holds 0.layer.weight in a plain list"),
-    "list in itself": (lambda: Holder("list in itself"), "0.kept holds 0.layer.weight in a plain list"),
-    "dict": (lambda: Holder("dict of tuples"), "0.kept holds a parameter that the model does not know in a plain dict"),
+    "list in itself": (
+        lambda: Holder("list in itself"),
+        "0.kept holds 0.layer.weight in a plain list",
+    ),
+    "dict": (
+        lambda: Holder("dict of tuples"),
+        "0.kept holds a parameter that the model does not know in a plain dict",
+    ),
     "attribute": (lambda: Holder("attribute"), "0.kept holds 0.layer.weight in a plain Parameter"),
-}  # fmt: skip
+}
 
 
 def _unsuited():
@@ -344,9 +353,12 @@ def _explained():
         changed(x).backward()
 
     for call in (
-        lambda: model().encode(x), lambda: model().project(x), lambda: model(Appending)(x),
-        penalty, late_hook,
-    ):  # fmt: skip
+        lambda: model().encode(x),
+        lambda: model().project(x),
+        lambda: model(Appending)(x),
+        penalty,
+        late_hook,
+    ):
         with pytest.raises((RuntimeError, ConfigError)) as error:
             call()
         told.append(str(error.value))

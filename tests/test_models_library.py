@@ -34,8 +34,11 @@ from parallel2d.training.model_families import (
 
 LIBRARY = pytest.mark.extras("transformers")
 HEADS = {
-    "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24,
-}  # fmt: skip
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+}
 GROUPED = {**HEADS, "num_key_value_heads": 2, "vocab_size": 31, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
@@ -158,9 +161,11 @@ def compare(found: dict[str, Any], reference: dict[str, Any]) -> None:
 
 # Each strategy sees every second kind.
 ON_EACH = [
-    pytest.param(("zero3", "hybrid")[number % 2], kind, marks=[] if kind == "transformer" else LIBRARY)
+    pytest.param(
+        ("zero3", "hybrid")[number % 2], kind, marks=[] if kind == "transformer" else LIBRARY
+    )
     for number, kind in enumerate((*MODELS, "transformer"))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), ON_EACH)
@@ -170,9 +175,15 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
 
 
 @LIBRARY
-@pytest.mark.parametrize(("kind", "strategy", "tied"), [
-    ("qwen3", "hybrid", None), ("mixtral", "hybrid", None), ("phi3", "hybrid", None), ("llama", "zero3", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "strategy", "tied"),
+    [
+        ("qwen3", "hybrid", None),
+        ("mixtral", "hybrid", None),
+        ("phi3", "hybrid", None),
+        ("llama", "zero3", True),
+    ],
+)
 def test_tensor_parallel_plan_of_a_library_model_gives_equal_results(ranks, kind, strategy, tied):
     changes = None if tied is None else {"tie_word_embeddings": tied}
     found = ranks.run(4, run, kind, {"tensor": 2}, {"strategy": strategy}, changes)[0]
@@ -213,11 +224,14 @@ def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
 
 
 @LIBRARY
-@pytest.mark.parametrize(("kind", "sizes", "files"), [
-    ("gpt2", {}, 1),
-    ("llama", {}, 4),
-    ("mixtral", {"tensor": 2}, 8),  # stored expert by expert, computed as one tensor
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "sizes", "files"),
+    [
+        ("gpt2", {}, 1),
+        ("llama", {}, 4),
+        ("mixtral", {"tensor": 2}, 8),  # stored expert by expert, computed as one tensor
+    ],
+)
 def test_every_rank_reads_its_pretrained_weights(ranks, tmp_path, kind, sizes, files):
     _saved(kind).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "6KB")
     assert len(list(tmp_path.glob("*.safetensors"))) == files
@@ -300,15 +314,24 @@ def test_invalid_library_model_gives_one_clear_error(given, message):
 
 
 @LIBRARY
-@pytest.mark.parametrize(("change", "message"), [
-    ({"architectures": ["pipeline"]}, None),
-    ({"architectures": ["PreTrainedConfig"]}, None),
-    ({"backbone": "someone/model"}, "backbone=someone/model stands for code, files or parts of other libraries"),
-    ({"text_config": {"_attn_implementation": "a/b"}}, "_attn_implementation=a/b stands for code"),
-    ({"num_labels": 10**9}, "num_labels=1000000000 is more than 10,000,000 labels"),
-    ({"depths": [10**6] * 4}, "is more than 10,000 layers"),
-    ({"num_local_experts": 10**7}, "is more than 65,536 modules"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["pipeline"]}, None),
+        ({"architectures": ["PreTrainedConfig"]}, None),
+        (
+            {"backbone": "someone/model"},
+            "backbone=someone/model stands for code, files or parts of other libraries",
+        ),
+        (
+            {"text_config": {"_attn_implementation": "a/b"}},
+            "_attn_implementation=a/b stands for code",
+        ),
+        ({"num_labels": 10**9}, "num_labels=1000000000 is more than 10,000,000 labels"),
+        ({"depths": [10**6] * 4}, "is more than 10,000 layers"),
+        ({"num_local_experts": 10**7}, "is more than 65,536 modules"),
+    ],
+)
 def test_untrusted_folder_builds_only_a_model(tmp_path, change, message):
     settings = {
         "architectures": ["GPT2LMHeadModel"],

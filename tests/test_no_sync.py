@@ -69,9 +69,14 @@ def _counted(mode):
 GROUPS = 3  # two blocks and the root
 
 
-@pytest.mark.parametrize(("mode", "inside_shard", "inside_replicate"), [
-    ("reduce_scatter_only", 2, 0), ("none", 0, 0), ("full", 2, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "inside_shard", "inside_replicate"),
+    [
+        ("reduce_scatter_only", 2, 0),
+        ("none", 0, 0),
+        ("full", 2, 2),
+    ],
+)
 def test_each_axis_sends_the_bytes_of_its_accumulation_mode(
     ranks, mode, inside_shard, inside_replicate
 ):
@@ -115,10 +120,16 @@ def _after_an_exception(mode, during):
     return any(left), same(take_gradients(model), expected), calls
 
 
-@pytest.mark.parametrize(("mode", "during"), [
-    ("reduce_scatter_only", "forward"), ("reduce_scatter_only", "accumulate"), ("none", "backward"), ("none", "accumulate"),
-    ("full", "backward"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "during"),
+    [
+        ("reduce_scatter_only", "forward"),
+        ("reduce_scatter_only", "accumulate"),
+        ("none", "backward"),
+        ("none", "accumulate"),
+        ("full", "backward"),
+    ],
+)
 def test_exception_in_no_sync_drops_its_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):
         # there each micro-batch is reduced into .grad, which is the caller's to clear

@@ -33,10 +33,19 @@ from parallel2d.parallel.weights.initial_values import allocate
 from parallel2d.train import main
 
 
-@pytest.mark.parametrize(("word", "reason"), [
-    ("cpu_offload=true", "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU"),
-    ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        (
+            "cpu_offload=true",
+            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU",
+        ),
+        (
+            "precision.float8=rowwise",
+            "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu",
+        ),
+    ],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_command_refuses_offload_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
     monkeypatch.setattr(

@@ -103,8 +103,11 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
         group = {"params": [parameter], "weight_decay": decay, "scale": scale}
         (hidden if matrix else other).append(group)
     adam: dict[str, Any] = {
-        "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "amsgrad": config.amsgrad,
-    }  # fmt: skip
+        "lr": config.lr,
+        "betas": tuple(config.betas),
+        "eps": config.eps,
+        "amsgrad": config.amsgrad,
+    }
     if config.name == "muon":
         muon = {"momentum": config.momentum, "nesterov": config.nesterov}
         matrices = torch.optim.Muon(hidden, lr=config.lr, adjust_lr_fn=config.adjust_lr, **muon)
@@ -147,13 +150,24 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
 CASES = [
     ("muon", "split_tensor"),  # the other layouts: test_matrix_owners
     ("muon_original", "zero3"),
-    ("adam", "hybrid"), ("sgd", "hybrid"), ("adamw", "split"), ("adamw_foreach", "ddp"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("adafactor", "tensor"), ("muon", "split_uneven"),
-        ("sgd", "split"), ("adamw", "split_uneven"), ("adamw", "tensor"), ("sgd_nesterov", "tensor"),
-        ("adamw_amsgrad", "tensor"), ("muon_original", "tensor"),
-    )),
-]  # fmt: skip
+    ("adam", "hybrid"),
+    ("sgd", "hybrid"),
+    ("adamw", "split"),
+    ("adamw_foreach", "ddp"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("adafactor", "tensor"),
+            ("muon", "split_uneven"),
+            ("sgd", "split"),
+            ("adamw", "split_uneven"),
+            ("adamw", "tensor"),
+            ("sgd_nesterov", "tensor"),
+            ("adamw_amsgrad", "tensor"),
+            ("muon_original", "tensor"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("variant", "layout"), CASES)
@@ -165,9 +179,15 @@ def test_optimizer_equals_plain_torch_on_every_layout(ranks, variant, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "layout"), [
-    ("sgd", "hybrid"), ("adamw_amsgrad", "hybrid"), ("adafactor", "split"), ("muon", "hybrid"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("sgd", "hybrid"),
+        ("adamw_amsgrad", "hybrid"),
+        ("adafactor", "split"),
+        ("muon", "hybrid"),
+    ],
+)
 def test_run_saved_on_two_ranks_resumes_on_four(ranks, tmp_path, variant, layout):
     config = VARIANTS[variant]
     ranks.run(2, train, "zero3", config, 1, 2, str(tmp_path))
@@ -178,8 +198,12 @@ def test_run_saved_on_two_ranks_resumes_on_four(ranks, tmp_path, variant, layout
 
 
 MUON_JOB = (
-    "optimizer=muon", "strategy=hybrid", "mesh.replicate=2", "mesh.shard=2", "checkpoint.enabled=false",
-)  # fmt: skip
+    "optimizer=muon",
+    "strategy=hybrid",
+    "mesh.replicate=2",
+    "mesh.shard=2",
+    "checkpoint.enabled=false",
+)
 
 
 def test_predicted_optimizer_traffic_equals_the_measured(ranks, folder):
@@ -264,12 +288,18 @@ def test_muon_without_blocks_asks_which_matrices_are_hidden():
         build_optimizer(model, replace(OPTIMIZERS["muon"], groups=[entry]))
 
 
-@pytest.mark.parametrize(("pattern", "says"), [
-    ("embeding*", "matches no parameter; near: embedding.weight"),
-    ("*.atention.*", "near: layers.0.attention"),
-    ("layers.0.attention.wq.weight", "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first"),
-    ("norm.weight", "matches frozen parameters only, such as norm.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("embeding*", "matches no parameter; near: embedding.weight"),
+        ("*.atention.*", "near: layers.0.attention"),
+        (
+            "layers.0.attention.wq.weight",
+            "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first",
+        ),
+        ("norm.weight", "matches frozen parameters only, such as norm.weight"),
+    ],
+)
 def test_pattern_without_match_is_an_error(pattern, says):
     model = build_llama()
     model.norm.weight.requires_grad_(False)

@@ -110,10 +110,21 @@ def _train_strange(config, sizes, steps):
     return losses[:steps], losses[steps:], weights
 
 
-@pytest.mark.parametrize(("strategy", "bucketing"), [
-    ("ddp", "block"), ("zero2", "layer"), ("zero3", "size"), ("hybrid_zero2", "size"), ("hybrid", "layer"), ("hybrid_full", "block"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrid", "size"), ("hybrid_full", "layer"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "bucketing"),
+    [
+        ("ddp", "block"),
+        ("zero2", "layer"),
+        ("zero3", "size"),
+        ("hybrid_zero2", "size"),
+        ("hybrid", "layer"),
+        ("hybrid_full", "block"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("hybrid", "size"), ("hybrid_full", "layer"))
+        ),
+    ],
+)
 def test_third_party_module_equals_its_single_process_run(ranks, strategy, bucketing):
     bucketing = BucketingConfig("size", 0.002) if bucketing == "size" else bucketing
     world = 4 if strategy.startswith("hybrid") else 2
@@ -230,15 +241,18 @@ class Nine(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize(("strategy", "bucketing", "expected"), [
-    ("zero3", BucketingConfig("size", math.inf), {"allgather": 2, "reduce_scatter": 1}),
-    ("zero3", "layer", {"allgather": 18, "reduce_scatter": 9}),
-    # all groups are small: one bucket
-    ("hybrid", "layer", {"allgather": 18, "reduce_scatter": 9, "allreduce": 1}),
-    ("hybrid", "block", {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}),
-    ("zero2", "block", {"allgather": 3, "reduce_scatter": 3}),
-    ("ddp", "block", {"allreduce": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "bucketing", "expected"),
+    [
+        ("zero3", BucketingConfig("size", math.inf), {"allgather": 2, "reduce_scatter": 1}),
+        ("zero3", "layer", {"allgather": 18, "reduce_scatter": 9}),
+        # all groups are small: one bucket
+        ("hybrid", "layer", {"allgather": 18, "reduce_scatter": 9, "allreduce": 1}),
+        ("hybrid", "block", {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}),
+        ("zero2", "block", {"allgather": 3, "reduce_scatter": 3}),
+        ("ddp", "block", {"allreduce": 1}),
+    ],
+)
 def test_collectives_follow_strategy_and_bucketing(ranks, strategy, bucketing, expected):
     assert ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0] == expected
 
@@ -254,8 +268,11 @@ def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
     alone = ranks.run(1, _weights, {}, "hybrid", "block", odd)[0]
     assert all((value != 0).any() for value in alone.values())
     for sizes, strategy, bucketing in [
-        ({}, "zero3", "layer"), ({}, "hybrid", "block"), ({}, "ddp", "block"), ({"tensor": 2}, "hybrid", "block"),
-    ]:  # fmt: skip
+        ({}, "zero3", "layer"),
+        ({}, "hybrid", "block"),
+        ({}, "ddp", "block"),
+        ({"tensor": 2}, "hybrid", "block"),
+    ]:
         other = ranks.run(4, _weights, sizes, strategy, bucketing, odd)[0]
         assert alone.keys() == other.keys()
         assert all((alone[name] == other[name]).all() for name in alone)

@@ -156,9 +156,16 @@ def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
 
 
 # The cases above accumulate with reduce_scatter_only.
-@pytest.mark.parametrize(("strategy", "mode"), [
-    ("hybrid", "full"), ("hybrid", "none"), ("ddp", "none"), ("hybrid_full", "full"), ("hybrid_full", "none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("hybrid", "full"),
+        ("hybrid", "none"),
+        ("ddp", "none"),
+        ("hybrid_full", "full"),
+        ("hybrid_full", "none"),
+    ],
+)
 def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     check(ranks, 4, {}, {"strategy": strategy}, accumulation=2, during_accumulation=mode)
 

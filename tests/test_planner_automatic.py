@@ -16,12 +16,22 @@ from parallel2d.parallel.parallelize.preconditions import check_arguments
 
 # 80,000 parameters: 1.3 MB of states in one piece.
 JOB = (
-    *SMALL, "model.dim=64", "model.hidden_dim=128", "strategy=auto", "mesh.tensor=1", "bucketing=block", "activation_checkpointing=none", "train.micro_batch_size=1",
-)  # fmt: skip
+    *SMALL,
+    "model.dim=64",
+    "model.hidden_dim=128",
+    "strategy=auto",
+    "mesh.tensor=1",
+    "bucketing=block",
+    "activation_checkpointing=none",
+    "train.micro_batch_size=1",
+)
 SPEEDS = (
-    "cluster.device.peak_tflops.fp32=0.05", "cluster.device.efficiency=0.5", "cluster.device.memory_gb_per_s=10",
-    "cluster.inside_node={up_gbit: 8, down_gbit: 8, latency_us: 50}", "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
-)  # fmt: skip
+    "cluster.device.peak_tflops.fp32=0.05",
+    "cluster.device.efficiency=0.5",
+    "cluster.device.memory_gb_per_s=10",
+    "cluster.inside_node={up_gbit: 8, down_gbit: 8, latency_us: 50}",
+    "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
+)
 PLENTY = "cluster.device.memory_gib=4"
 # Enough for a step of half the model, and not for one of the whole.
 LITTLE = "cluster.device.memory_gib=0.0016"

@@ -37,16 +37,19 @@ def test_overrides_take_precedence_over_the_cluster_file(tmp_path):
         assert (cluster.name, cluster.nodes, cluster.device.efficiency) == ("it's mine", 4, 0.5)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("nodes: [", "while parsing"),
-    ("42", "no cluster file"),
-    ("nodes: [1]", "is no value"),
-    ("a b: 1", "is no key"),
-    (None, "No such file"),
-    ("name: '${oc.env:HOME}'", "is an interpolation"),
-    ("name: &a x\ndevice: {name: *a}", "an alias"),
-    ("[" * 5000, "nested too deep"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: [", "while parsing"),
+        ("42", "no cluster file"),
+        ("nodes: [1]", "is no value"),
+        ("a b: 1", "is no key"),
+        (None, "No such file"),
+        ("name: '${oc.env:HOME}'", "is an interpolation"),
+        ("name: &a x\ndevice: {name: *a}", "an alias"),
+        ("[" * 5000, "nested too deep"),
+    ],
+)
 def test_invalid_cluster_file_is_refused(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     if text is not None:

@@ -17,9 +17,19 @@ from parallel2d.instruments.planner.plan_text import shortage, summary
 
 # A model with unsharded blocks, logits and activations of similar sizes.
 SMALL = (
-    "model.dim=256", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=8", "model.hidden_dim=512", "model.vocab_size=1024",
-    "train.seq_len=128", "train.micro_batch_size=2", "train.global_batch_size=64", "cluster.device.type=cpu", "cluster.ranks_per_node=8", "plan.verify=true",
-)  # fmt: skip
+    "model.dim=256",
+    "model.n_layers=4",
+    "model.n_heads=8",
+    "model.n_kv_heads=8",
+    "model.hidden_dim=512",
+    "model.vocab_size=1024",
+    "train.seq_len=128",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=64",
+    "cluster.device.type=cpu",
+    "cluster.ranks_per_node=8",
+    "plan.verify=true",
+)
 
 
 def config_of(*words):
@@ -77,12 +87,18 @@ def test_plan_without_peak_compares_the_states_with_the_memory():
 def test_plan_of_an_invalid_run_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, message in (
-        (["cluster.nodes=2", "mesh.shard=2", "mesh.tensor=8", "model.n_kv_heads=4"], "does not divide the heads"),
+        (
+            ["cluster.nodes=2", "mesh.shard=2", "mesh.tensor=8", "model.n_kv_heads=4"],
+            "does not divide the heads",
+        ),
         (["cluster.nodes=1000000"], "are more than 1,000,000 ranks"),
         (["optimizer.groups=[{pattern: nothing, lr_scale: 0.1}]"], "matches no parameter"),
         (["data=custom", "data.target=no.such:thing"], "cannot be imported"),
-        (["cpu_offload=true", "cluster.device.type=cuda", "strategy=zero3"], "use plan.verify=false"),
-    ):  # fmt: skip
+        (
+            ["cpu_offload=true", "cluster.device.type=cuda", "strategy=zero3"],
+            "use plan.verify=false",
+        ),
+    ):
         with pytest.raises(ConfigError, match=message):
             cost_of(jobs.config_of([*SMALL, *words]))
     assert plan.main(["-m", *SMALL, "strategy=ddp,zero3"]) == 2
@@ -129,9 +145,13 @@ def test_ranks_of_torchrun_do_not_plan(tmp_path):
 def test_run_has_mesh_and_bytes_of_its_plan(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = (
-        "model.n_layers=2", "train.steps=2", "train.validate_every=0", "checkpoint.enabled=false", "metrics.console=silent",
+        "model.n_layers=2",
+        "train.steps=2",
+        "train.validate_every=0",
+        "checkpoint.enabled=false",
+        "metrics.console=silent",
         "metrics.log_every=1",
-    )  # fmt: skip
+    )
     planned = cost_of(compose([*job, *words]).config)
     assert train.main([*job, *words, f"hydra.run.dir={tmp_path}/run"]) == 0
     layout = json.loads((tmp_path / "run" / "layout.json").read_text())

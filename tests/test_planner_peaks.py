@@ -110,11 +110,19 @@ def test_adjacent_equal_blocks_are_grouped_and_unmeasurable_figures_are_none():
 
 # By model: the layouts, of any two settings, and the bounds of the error.
 PEAKS = {
-    "llama": (("hybrid, selective", "zero2", "tensor 2", "hybrid_full, bf16 between replicas"), -0.005, 0.04),
+    "llama": (
+        ("hybrid, selective", "zero2", "tensor 2", "hybrid_full, bf16 between replicas"),
+        -0.005,
+        0.04,
+    ),
     "llama, large vocabulary": (("hybrid",), -0.001, 0.01),
     "llama, large vocabulary, loss_chunk": (("zero2",), -0.001, 0.01),
-    "mlp": (("hybrid, by layer", "hybrid, whole gradients kept", "zero3, full recomputation, by layer"), -0.03, 0.06),
-}  # fmt: skip
+    "mlp": (
+        ("hybrid, by layer", "hybrid, whole gradients kept", "zero3, full recomputation, by layer"),
+        -0.03,
+        0.06,
+    ),
+}
 
 
 def test_the_predicted_peak_is_the_traced_one():

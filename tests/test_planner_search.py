@@ -19,9 +19,19 @@ from parallel2d.instruments.planner.plan_text import ranking_lines
 
 # Two nodes of four ranks. Activations are most of the memory of a rank.
 JOB = (
-    "model.dim=128", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4", "model.hidden_dim=256", "train.seq_len=128",
-    "train.global_batch_size=32", "precision=bf16", "cluster=h100_100g", "cluster.nodes=2", "cluster.ranks_per_node=4", "mesh.tensor=1",
-)  # fmt: skip
+    "model.dim=128",
+    "model.n_layers=2",
+    "model.n_heads=4",
+    "model.n_kv_heads=4",
+    "model.hidden_dim=256",
+    "train.seq_len=128",
+    "train.global_batch_size=32",
+    "precision=bf16",
+    "cluster=h100_100g",
+    "cluster.nodes=2",
+    "cluster.ranks_per_node=4",
+    "mesh.tensor=1",
+)
 UNTRACED = "plan.verify=false"
 
 
@@ -65,7 +75,12 @@ def test_every_strategy_and_mesh_is_tried():
 
 
 def test_search_keeps_given_keys():
-    words = ["strategy=hybrid", "mesh.shard=2", "train.micro_batch_size=2", "activation_checkpointing=full"]  # fmt: skip
+    words = [
+        "strategy=hybrid",
+        "mesh.shard=2",
+        "train.micro_batch_size=2",
+        "activation_checkpointing=full",
+    ]
     result = found(UNTRACED, *words, "activation_checkpointing.every=2")
     (layout,) = result.ranked
     given = (words[0], "mesh.replicate=4", words[1], "mesh.tensor=1", words[3], words[2])
@@ -92,11 +107,22 @@ def search_traced(memory_gib: float) -> SearchResult:
     return found(f"cluster.device.memory_gib={memory_gib}", *words)
 
 
-@pytest.mark.parametrize(("word", "begin", "end"), [
-    ("cluster.device.memory_gib=0.00001", "no layout fits: the smallest of", "take more nodes"),
-    ("train.global_batch_size=7", "no layout can run; the first one: train.global_batch_size=7 is not divisible", ""),
-    ("precision.float8=tensorwise", "layouts cannot be ranked: compute in 8-bit floats", "plans the one that is given"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "begin", "end"),
+    [
+        ("cluster.device.memory_gib=0.00001", "no layout fits: the smallest of", "take more nodes"),
+        (
+            "train.global_batch_size=7",
+            "no layout can run; the first one: train.global_batch_size=7 is not divisible",
+            "",
+        ),
+        (
+            "precision.float8=tensorwise",
+            "layouts cannot be ranked: compute in 8-bit floats",
+            "plans the one that is given",
+        ),
+    ],
+)
 def test_invalid_search_gives_one_sentence(word, begin, end):
     with pytest.raises(ConfigError) as caught:
         found(UNTRACED, word)
@@ -125,7 +151,13 @@ def test_printed_command_reproduces_the_plan(capsys, tmp_path, monkeypatch):
 
 def test_printed_command_keeps_and_quotes_given_overrides():
     chosen = found(UNTRACED).chosen
-    given = ["model=custom", "data.path=two words", "strategy=ddp", "mesh.tensor=1", "plan.verify=false"]  # fmt: skip
+    given = [
+        "model=custom",
+        "data.path=two words",
+        "strategy=ddp",
+        "mesh.tensor=1",
+        "plan.verify=false",
+    ]
     line = command_line(given, chosen)
     assert "model=custom 'data.path=two words' strategy=" in line
     assert line.count("strategy=") == 1

@@ -39,14 +39,17 @@ def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
     return placed(shape, SHARD, hosts).groups_per_host * (2 * gathered + scattered) + between
 
 
-@pytest.mark.parametrize(("hosts", "shape", "measured"), [
-    (2, MeshShape(2, 2), 1.0018),
-    (2, MeshShape(1, 4), 3.0056),
-    (2, MeshShape(4, 1), 1.5022),
-    (4, MeshShape(4, 2), 1.505),
-    (4, MeshShape(1, 8), 3.510),
-    (4, MeshShape(8, 1), 1.754),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("hosts", "shape", "measured"),
+    [
+        (2, MeshShape(2, 2), 1.0018),
+        (2, MeshShape(1, 4), 3.0056),
+        (2, MeshShape(4, 1), 1.5022),
+        (4, MeshShape(4, 2), 1.505),
+        (4, MeshShape(1, 8), 3.510),
+        (4, MeshShape(8, 1), 1.754),
+    ],
+)
 def test_predicted_bytes_of_a_host_equal_kernel_counters(hosts, shape, measured):
     # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of
     # packets included.
@@ -181,12 +184,15 @@ def test_a_bucket_starts_when_its_last_group_is_reduced():
     assert step_seconds(late, schedule(), update=0).replicate == pytest.approx(4)
 
 
-@pytest.mark.parametrize(("sizes", "kinds", "expected"), [
-    ([1, 1, 1], "aaa", [[0, 1, 2]]),
-    ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
-    ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
-    ([], "", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "expected"),
+    [
+        ([1, 1, 1], "aaa", [[0, 1, 2]]),
+        ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
+        ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
+        ([], "", []),
+    ],
+)
 def test_adjacent_groups_of_one_dtype_share_a_bucket(sizes, kinds, expected):
     assert fill_buckets(sizes, list(kinds), 4) == expected
 
@@ -199,8 +205,12 @@ def test_the_first_and_the_last_bucket_are_small():
 # Estimates of a job
 
 SMALL = (
-    "model.dim=512", "model.n_layers=4", "model.hidden_dim=1024", "train.seq_len=256", "precision=bf16",
-)  # fmt: skip
+    "model.dim=512",
+    "model.n_layers=4",
+    "model.hidden_dim=1024",
+    "train.seq_len=256",
+    "precision=bf16",
+)
 FOUR_NODES = ("cluster=h100_100g", "cluster.nodes=4", "train.global_batch_size=64")
 HYBRID = (*FOUR_NODES, "strategy=hybrid")
 TENSOR = (*FOUR_NODES, "strategy=zero3", "mesh.tensor=2", "train.micro_batch_size=1")
@@ -266,15 +276,27 @@ def test_assumed_efficiency_is_reported():
     assert in_bf16 == cost("cluster=h100", "precision=bf16").time.seconds.total
 
 
-@pytest.mark.parametrize(("words", "lacking"), [
-    ((), "cluster.device.peak_tflops.bf16 is not known"),
-    (("cluster=commodity",), "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency"),
-    (("cluster=h100", "cluster.device.memory_gb_per_s=null"), "cluster.device.memory_gb_per_s is not known"),
-    (
-        ("cluster=h100", "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}"),
-        "cluster.inside_node is not known",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "lacking"),
+    [
+        ((), "cluster.device.peak_tflops.bf16 is not known"),
+        (
+            ("cluster=commodity",),
+            "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency",
+        ),
+        (
+            ("cluster=h100", "cluster.device.memory_gb_per_s=null"),
+            "cluster.device.memory_gb_per_s is not known",
+        ),
+        (
+            (
+                "cluster=h100",
+                "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}",
+            ),
+            "cluster.inside_node is not known",
+        ),
+    ],
+)
 def test_unknown_figures_are_named(words, lacking):
     found = cost(*words)
     assert found.time == lacking

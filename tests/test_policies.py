@@ -50,10 +50,15 @@ def test_fp32_modules_that_match_nothing_list_candidates(ranks):
 
 
 WORDS = {
-    "embedding": "rowwise", "layers.*.attention_norm": "sequence", "layers.*.attention.w[qkv]": "colwise",
-    "layers.*.attention.wo": "rowwise", "layers.*.feed_forward.w[13]": "colwise",
-    "layers.*.feed_forward.w2": "rowwise", "norm": "replicate", "output": "colwise_gather_output",
-}  # fmt: skip
+    "embedding": "rowwise",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward.w[13]": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "replicate",
+    "output": "colwise_gather_output",
+}
 
 
 def _with_words(tensor):

@@ -214,17 +214,20 @@ def test_unmeasurable_links_write_no_cluster_file(ranks, tmp_path):
     assert os.listdir(tmp_path) == ["runs"]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--nnodes=2"], "launch.nnodes=2"),
-    (["mesh.shard=two"], "mesh.shard"),
-    (["--seconds=0"], "--seconds=0 must be above 0"),
-    (["--largest-mib=nan"], "--largest-mib=nan must be from"),
-    (["--write=mine.json"], "must end with .yaml"),
-    (["--write=none/mine.yaml"], "cannot be written"),
-    (["--self-check", "--only=stream"], "--only=stream must be some of streams,fp32,bf16,"),
-    (["--only=fp32"], "--only needs --self-check"),
-    (["--self-check", "--json"], "--self-check has no --write, no --json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes=2"], "launch.nnodes=2"),
+        (["mesh.shard=two"], "mesh.shard"),
+        (["--seconds=0"], "--seconds=0 must be above 0"),
+        (["--largest-mib=nan"], "--largest-mib=nan must be from"),
+        (["--write=mine.json"], "must end with .yaml"),
+        (["--write=none/mine.yaml"], "cannot be written"),
+        (["--self-check", "--only=stream"], "--only=stream must be some of streams,fp32,bf16,"),
+        (["--only=fp32"], "--only needs --self-check"),
+        (["--self-check", "--json"], "--self-check has no --write, no --json"),
+    ],
+)
 def test_wrong_arguments_exit_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
@@ -271,13 +274,20 @@ def drop_connections(cluster: Cluster, source: int, target: int) -> None:
     """
     address = int.from_bytes(socket.inet_aton(cluster.nodes[source].address), "big")
     code = [
-        "40 0 0 12", "21 0 10 2048",  # IPv4
-        "48 0 0 23", "21 0 8 6",  # TCP
-        "32 0 0 26", f"21 0 6 {address}",  # from the source
-        "48 0 0 47", "84 0 0 18", "21 0 3 2",  # SYN, not ACK
-        "40 0 0 36", "53 0 1 32768",  # to an ephemeral port
-        "6 0 0 2", "6 0 0 4294967295",
-    ]  # fmt: skip
+        "40 0 0 12",
+        "21 0 10 2048",  # IPv4
+        "48 0 0 23",
+        "21 0 8 6",  # TCP
+        "32 0 0 26",
+        f"21 0 6 {address}",  # from the source
+        "48 0 0 47",
+        "84 0 0 18",
+        "21 0 3 2",  # SYN, not ACK
+        "40 0 0 36",
+        "53 0 1 32768",  # to an ephemeral port
+        "6 0 0 2",
+        "6 0 0 4294967295",
+    ]
     port = ["dev", cluster.network.links[f"node{target}"].port]
     tc = ["tc", "-n", cluster.network.namespace("switch")]
     filter_words = ["egress", "pref", "7", "protocol", "all", "bpf", "bytecode"]

@@ -35,13 +35,20 @@ def rank_main(words):
             "threads": torch.get_num_threads(),
             "leads": os.getsid(0) == os.getpid(),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, set())],
-            "handlers": [signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL],
+            "handlers": [
+                signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+                signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+            ],
             "name": Path("/proc/self/comm").read_text().strip(),
             "folder": os.getcwd(),
             "path": sys.path[0],
             "main": vars(sys.modules["__main__"]).get("__file__"),
-            "sockets": sum("socket" in os.readlink(f"/proc/self/fd/{n}") for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{n}")),
-        }  # fmt: skip
+            "sockets": sum(
+                "socket" in os.readlink(f"/proc/self/fd/{n}")
+                for n in range(3, 20)
+                if os.path.exists(f"/proc/self/fd/{n}")
+            ),
+        }
         Path(rest[0]).write_text(json.dumps(facts))
         print("to stdout")
         print("to stderr: \udc80", file=sys.stderr)
@@ -100,13 +107,22 @@ def test_forked_rank_has_the_state_of_a_new_process(tmp_path, monkeypatch):
     told = tmp_path / "facts"
     others = [start("sleep"), start("sleep")]
     given = {"ONLY": "here", **{f"LARGE_{number}": "x" * 100_000 for number in range(5)}}
-    assert start("tell", told, out=tmp_path / "log", **{**given, "OMP_NUM_THREADS": "2"}).wait(60) == 0  # fmt: skip
+    assert (
+        start("tell", told, out=tmp_path / "log", **{**given, "OMP_NUM_THREADS": "2"}).wait(60) == 0
+    )
     assert json.loads(told.read_text()) == {
-        "environment": {"RANK": "3", "OMP_NUM_THREADS": "2", **given}, "threads": 2, "leads": True, "blocked": [], "handlers": [True, True],
+        "environment": {"RANK": "3", "OMP_NUM_THREADS": "2", **given},
+        "threads": 2,
+        "leads": True,
+        "blocked": [],
+        "handlers": [True, True],
         # not the launcher's script
-        "name": "rank 3", "folder": str(tmp_path), "path": str(tmp_path / "added"), "main": None,
+        "name": "rank 3",
+        "folder": str(tmp_path),
+        "path": str(tmp_path / "added"),
+        "main": None,
         "sockets": 0,  # processes of a rank must not hold the descriptors of the server
-    }  # fmt: skip
+    }
     assert (tmp_path / "log.out").read_text() == "to stdout\n"
     assert (tmp_path / "log.err").read_text() == "to stderr: \\udc80\n"
     assert before == (dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, set()))
@@ -148,7 +164,9 @@ def test_server_survives_signals_to_the_job_and_its_end_ends_its_ranks():
     assert rank.wait(60) == LOST
     wait_for_end(rank.pid)
     # The parent of a launcher may have set it to ignore the end of children.
-    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGCHLD, signal.SIGTERM)}  # fmt: skip
+    ignored = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGCHLD, signal.SIGTERM)
+    }
     try:
         assert start("").wait(60) == 0
         rank = start("sleep")

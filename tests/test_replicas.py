@@ -129,9 +129,17 @@ def build(groups):
 
 # Traffic between replicas in addition to gradients, and overrides of a job of one process with the
 # same losses
-@pytest.mark.parametrize(("sent", "alone"), [
-    (COPIED, ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MUON, MUON), (OWN, OWN), (INT4, ())))
-], ids=["gradients", "muon", "own", "int4"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "alone"),
+    [
+        (COPIED, ()),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((MUON, MUON), (OWN, OWN), (INT4, ()))
+        ),
+    ],
+    ids=["gradients", "muon", "own", "int4"],
+)
 def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
     tmp_path, communicator, sent, alone
 ):
@@ -375,9 +383,14 @@ def test_custom_loop_continues_after_a_replica_fails(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "victim", "step", "moment"), [
-    ({}, 0, 8, "send"), ({"fragments": 2, "delay": 2}, 1, 11, "forward"), ({"fragments": 2, "delay": 2}, 0, 10, "send"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "victim", "step", "moment"),
+    [
+        ({}, 0, 8, "send"),
+        ({"fragments": 2, "delay": 2}, 1, 11, "forward"),
+        ({"fragments": 2, "delay": 2}, 0, 10, "send"),
+    ],
+)
 def test_outer_steps_omit_unsent_updates_of_a_failed_replica(
     tmp_path, communicator, more, victim, step, moment
 ):

@@ -15,39 +15,75 @@ from parallel2d.instruments.report.runs import find_runs, read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 FOUR = {
-    "strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "hosts": HOSTS,
+    "strategy": "hybrid",
+    "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+    "hosts": HOSTS,
     "predicted": {"comm/replicate/bytes": 1e6, "comm/shard/bytes": 2e6, "comm/tensor/bytes": 0.0},
-}  # fmt: skip
+}
 TWO = {
-    **FOUR, "mesh": {"replicate": 1, "shard": 2, "tensor": 1}, "hosts": HOSTS[:2],
+    **FOUR,
+    "mesh": {"replicate": 1, "shard": 2, "tensor": 1},
+    "hosts": HOSTS[:2],
     "predicted": {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 2e6, "time/step_s": 0.08},
-}  # fmt: skip
-ZERO3 = {**FOUR, "strategy": "zero3", "mesh": {"replicate": 1, "shard": 4, "tensor": 1}, "predicted": {"comm/shard/bytes": 4e6}}  # fmt: skip
+}
+ZERO3 = {
+    **FOUR,
+    "strategy": "zero3",
+    "mesh": {"replicate": 1, "shard": 4, "tensor": 1},
+    "predicted": {"comm/shard/bytes": 4e6},
+}
 LONG = "a-name-that-is-much-longer-than-a-legend-has-room-for-at-four-hundred-pixels-" + "x" * 30
 
 
 def row(step, segment, wall_s):
     found = {
-        "step": step, "segment": segment, "loss": 4.0 - 0.05 * step, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 100 * step,
-        "skipped_steps": 0, "goodput/wall_s": wall_s, "goodput/useful_s": 0.08 * step, "goodput/fraction": 0.08 * step / wall_s,
-        "goodput/lost_first_step_s": 0.5, "goodput/lost_restart_s": 2.0 if segment > 1 else 0.0, "memory/peak_rss_gib": 0.5,
-    }  # fmt: skip
+        "step": step,
+        "segment": segment,
+        "loss": 4.0 - 0.05 * step,
+        "grad_norm": 1.0,
+        "learning_rate": 0.1,
+        "tokens": 100 * step,
+        "skipped_steps": 0,
+        "goodput/wall_s": wall_s,
+        "goodput/useful_s": 0.08 * step,
+        "goodput/fraction": 0.08 * step / wall_s,
+        "goodput/lost_first_step_s": 0.5,
+        "goodput/lost_restart_s": 2.0 if segment > 1 else 0.0,
+        "memory/peak_rss_gib": 0.5,
+    }
     if step == 1:
         return found
     found |= {
-        "time/step_s": 0.1, "time/data_s": 0.01, "time/checkpoint_s": 0.02 if step % 10 == 0 else 0.0, "throughput/tokens_per_s": 1000.0,
-        "comm/replicate/bytes": 1e6 if segment < 3 else 0.0, "comm/shard/bytes": 2e6, "comm/tensor/bytes": 0.0,
-        "comm/replicate/exposed_seconds": 0.02, "comm/shard/exposed_seconds": 0.04, "comm/tensor/exposed_seconds": 0.0,
-    }  # fmt: skip
+        "time/step_s": 0.1,
+        "time/data_s": 0.01,
+        "time/checkpoint_s": 0.02 if step % 10 == 0 else 0.0,
+        "throughput/tokens_per_s": 1000.0,
+        "comm/replicate/bytes": 1e6 if segment < 3 else 0.0,
+        "comm/shard/bytes": 2e6,
+        "comm/tensor/bytes": 0.0,
+        "comm/replicate/exposed_seconds": 0.02,
+        "comm/shard/exposed_seconds": 0.04,
+        "comm/tensor/exposed_seconds": 0.0,
+    }
     return found | ({"validation/loss": 4.1 - 0.05 * step} if step % 10 == 0 else {})
 
 
 def segment(number, first_step, layout, restarted=False, words=("train.steps=30",)):
-    config = {"optimizer": {"lr": 0.1}, "mesh": layout["mesh"], "strategy": {"name": layout["strategy"]}}  # fmt: skip
+    config = {
+        "optimizer": {"lr": 0.1},
+        "mesh": layout["mesh"],
+        "strategy": {"name": layout["strategy"]},
+    }
     return {
-        "number": number, "first_step": first_step, "restarted": restarted, "begun": f"2026-11-22 10:0{number}:00 +0000", "command": list(words),
-        "config": config, "layout": layout, "versions": {"parallel2d": "0.1.0", "torch": "2.14.1"},
-    }  # fmt: skip
+        "number": number,
+        "first_step": first_step,
+        "restarted": restarted,
+        "begun": f"2026-11-22 10:0{number}:00 +0000",
+        "command": list(words),
+        "config": config,
+        "layout": layout,
+        "versions": {"parallel2d": "0.1.0", "torch": "2.14.1"},
+    }
 
 
 def write_run(folder, starts, rows, stopped=False):
@@ -106,7 +142,10 @@ def test_runs_of_one_name_are_distinguished_by_folder(tmp_path):
         write_run(tmp_path / name, [segment(1, 1, FOUR)], [row(1, 1, 1.0)])
     assert command.main([str(tmp_path), "--markdown"]) == 0
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert [line[:20] for line in lines if "| hybrid | 2" in line] == ["| a/0 | hybrid | 2 x", "| b/0 | hybrid | 2 x"]  # fmt: skip
+    assert [line[:20] for line in lines if "| hybrid | 2" in line] == [
+        "| a/0 | hybrid | 2 x",
+        "| b/0 | hybrid | 2 x",
+    ]
 
 
 def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
@@ -120,16 +159,28 @@ def test_report_lists_events_of_a_run(folder):
     _, hybrid, zero3 = read(folder)
     events = events_of(hybrid)
     assert [(kind, step) for kind, step, _ in events] == [
-        ("start", 1), ("restart", 11), ("start", 21), ("changed settings", 21),
-        ("checkpoint", 10), ("checkpoint", 20), ("checkpoint", 30), ("stop", 30),
-    ]  # fmt: skip
+        ("start", 1),
+        ("restart", 11),
+        ("start", 21),
+        ("changed settings", 21),
+        ("checkpoint", 10),
+        ("checkpoint", 20),
+        ("checkpoint", 30),
+        ("stop", 30),
+    ]
     assert events[0][2] == (
         "start 1, 2026-11-22 10:01:00 +0000, parallel2d 0.1.0 torch 2.14.1: parallel2d train train.steps=30"
     )
     assert "mesh.replicate: 2 -> 1" in events[3][2]
     assert {kind for kind, _, _ in events_of(zero3)} == {"start", "checkpoint"}
     shown = [(each["event"], each["step"]) for each in tables([hybrid])["Events"]]
-    assert shown == [("start", "1"), ("restart", "11"), ("start", "21"), ("changed settings", "21"), ("stop", "30")]  # fmt: skip
+    assert shown == [
+        ("start", "1"),
+        ("restart", "11"),
+        ("start", "21"),
+        ("changed settings", "21"),
+        ("stop", "30"),
+    ]
 
 
 def test_failed_and_joining_replicas_are_events(tmp_path):
@@ -146,20 +197,28 @@ def test_failed_and_joining_replicas_are_events(tmp_path):
     ]
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
     assert [(step, text) for kind, step, text in events_of(run) if kind == "replicas"] == [
-        (2, "1 are there, 0 have joined; 8 samples computed again, 0.5 s lost"), (3, "2 are there, 1 have joined; 0 samples computed again, 0 s lost"),
-    ]  # fmt: skip
+        (2, "1 are there, 0 have joined; 8 samples computed again, 0.5 s lost"),
+        (3, "2 are there, 1 have joined; 0 samples computed again, 0 s lost"),
+    ]
 
 
 def test_report_shows_one_mean_everywhere(tmp_path):
     seconds = [0.1] * 9 + [1.1]
-    rows = [{"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s} for n, s in enumerate(seconds, 1)]  # fmt: skip
+    rows = [
+        {"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s}
+        for n, s in enumerate(seconds, 1)
+    ]
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, TWO)], rows)))
     (compared,) = tables([run])["Runs"]
     assert compared["time of a step (mean)"] == "200 ms"
     assert compared["time of a step (median)"] == "100 ms"
     assert compared["tokens/s (mean)"] == "500"  # 1,000 tokens in 2 seconds
     beside, _ = tables([run])["Measured and predicted"]
-    assert (beside["measured"], beside["predicted"], beside["difference"]) == ("200 ms", "80 ms", "+150.00%")  # fmt: skip
+    assert (beside["measured"], beside["predicted"], beside["difference"]) == (
+        "200 ms",
+        "80 ms",
+        "+150.00%",
+    )
 
 
 def test_each_layout_of_a_run_has_separate_rows(folder):
@@ -226,7 +285,9 @@ def test_bars_add_up_to_the_wall_time(folder):
     assert "waits for tensor" not in step
     wall = bars(drawn["Where the wall time goes"])
     # Of each of the three runs, in seconds
-    assert [sum(each) for each in zip(*wall.values(), strict=True)] == pytest.approx([3.0, 6.2, 3.2])  # fmt: skip
+    assert [sum(each) for each in zip(*wall.values(), strict=True)] == pytest.approx(
+        [3.0, 6.2, 3.2]
+    )
     assert wall["useful"] == pytest.approx([2.4] * 3)
     assert wall["restart"] == pytest.approx([0.0, 2.0, 0.0])
 
@@ -247,12 +308,18 @@ OVERFLOWING = """[...document.querySelectorAll('body *')]
 # Axis labels that begin left of the page, where a run's name would be cut
 CUT = """[...document.querySelectorAll('.ytick text')]
   .filter(each => each.getBoundingClientRect().left < 0).map(each => each.textContent)"""
-DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].filter(each => each._fullLayout?._size).length"  # fmt: skip
+DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].filter(each => each._fullLayout?._size).length"
 CURVES = "document.getElementById('figure-0')"
 BUTTONS = f"[...{CURVES}.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)"
 X = f"{CURVES}.calcdata[0].at(-1).x"
-CHOOSE = CURVES + """.querySelectorAll('.updatemenu-header')[{0}].dispatchEvent(new MouseEvent('click'))"""  # fmt: skip
-PRESS = CURVES + """.querySelectorAll('.updatemenu-dropdown-button')[{0}].dispatchEvent(new MouseEvent('click'))"""  # fmt: skip
+CHOOSE = (
+    CURVES
+    + """.querySelectorAll('.updatemenu-header')[{0}].dispatchEvent(new MouseEvent('click'))"""
+)
+PRESS = (
+    CURVES
+    + """.querySelectorAll('.updatemenu-dropdown-button')[{0}].dispatchEvent(new MouseEvent('click'))"""
+)
 
 
 @pytest.mark.extras("plotly")
@@ -264,7 +331,13 @@ def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
     browser = Browser(chromium, tmp_path / "profile")
     try:
         for width in (1200, 400):
-            browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)  # fmt: skip
+            browser.call(
+                "Emulation.setDeviceMetricsOverride",
+                width=width,
+                height=900,
+                deviceScaleFactor=1,
+                mobile=False,
+            )
             browser.ask("window.isOld = true")
             browser.open((tmp_path / "out" / "report.html").as_uri())
             browser.wait_for(f"window.isOld ? -1 : {DRAWN}", lambda count: count == 4)

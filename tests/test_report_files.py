@@ -69,7 +69,7 @@ def write_number(run, number):
             values = {key: number for key in COLUMNS if key != "step"}
             pairs = ", ".join(f'"{key}": {value}' for key, value in values.items())
             file.write(f'{{"step": {step}, {pairs}}}\n')
-    layout = f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": {{"comm/shard/bytes": {number}}}}}'  # fmt: skip
+    layout = f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": {{"comm/shard/bytes": {number}}}}}'
     (run / "layout.json").write_text(layout)
 
 
@@ -173,7 +173,9 @@ def grown_by_report(tmp_path, rows):
     with open(run / "metrics.jsonl", "w") as file:
         for step in range(1, rows + 1):
             file.write(json.dumps({"step": step, "loss": 5 / step, "time/step_s": 0.1}) + "\n")
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(run)], capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(run)], capture_output=True, text=True, check=True
+    )
     assert f"| {rows} |" in (run / "report.md").read_text()
     return int(done.stdout.splitlines()[-1])
 
@@ -194,7 +196,14 @@ def test_overlong_line_is_not_a_row(tmp_path):
 def test_rare_columns_survive_thinning(tmp_path):
     rows = []
     for step in range(1, 10_001):
-        rows.append({"step": step, "loss": 1.0, "time/step_s": 0.1, "comm/replicate/bytes": 30.0 * (step % 30 == 0)})  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                "loss": 1.0,
+                "time/step_s": 0.1,
+                "comm/replicate/bytes": 30.0 * (step % 30 == 0),
+            }
+        )
     rows[6998]["loss"] = None
     rows[2999] |= {"validation/loss": 0.5, "time/checkpoint_s": 1.0}
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
@@ -221,11 +230,14 @@ def test_a_report_is_written_in_any_locale(tmp_path):
     assert "日本" in (run / "report.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"\n" * 300, "more than 100 lines are no rows"),
-    (b'{"step": 1}\n' * 600, "more than 500 lines"),
-    (None, "more than 1 GiB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n" * 300, "more than 100 lines are no rows"),
+        (b'{"step": 1}\n' * 600, "more than 500 lines"),
+        (None, "more than 1 GiB"),
+    ],
+)
 def test_impossible_rows_are_refused_in_bounded_time(
     tmp_path, capsys, monkeypatch, content, message
 ):

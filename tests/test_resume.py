@@ -35,7 +35,13 @@ def test_resume_on_other_layouts_keeps_batches_and_losses(ranks, folder):
     assert [json.loads(path.read_text().splitlines()[-1])["step"] for path in undone] == [3, 5]
 
 
-AVERAGED = ("train.ema=0.9", "checkpoint.every=1", "checkpoint.keep_last=0", "train.validate_every=1", "optimizer.lr=0.01")  # fmt: skip
+AVERAGED = (
+    "train.ema=0.9",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=0",
+    "train.validate_every=1",
+    "optimizer.lr=0.01",
+)
 
 
 def saved(folder: Path, kind: str, step: int):

@@ -37,7 +37,11 @@ from parallel2d.training.run_directory.start import (
     read_segments,
 )
 
-LAYOUT = {"strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0}}  # fmt: skip
+LAYOUT = {
+    "strategy": "hybrid",
+    "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+    "predicted": {"comm/shard/bytes": 8.0},
+}
 
 
 def job_in(run_dir, **more):
@@ -100,8 +104,16 @@ def test_a_resume_from_another_run_is_compared_with_that_run(tmp_path):
 
 
 def test_changes_name_keys_of_every_depth():
-    before = Segment(1, 1, False, "", config={"a": {"b": 1, "c": {"d": True}}, "launch": {"host_id": "x"}})  # fmt: skip
-    now = Segment(2, 1, False, "", config={"a": {"b": 1, "c": {"d": False}, "e": None}, "launch": {"host_id": "y"}})  # fmt: skip
+    before = Segment(
+        1, 1, False, "", config={"a": {"b": 1, "c": {"d": True}}, "launch": {"host_id": "x"}}
+    )
+    now = Segment(
+        2,
+        1,
+        False,
+        "",
+        config={"a": {"b": 1, "c": {"d": False}, "e": None}, "launch": {"host_id": "y"}},
+    )
     assert changes_since(before, now) == ["a.c.d: true -> false"]
     longer = dataclasses.replace(now, config={"a": {"b": "x" * 500, "c": {"d": True}}})
     (line,) = [each for each in changes_since(before, longer) if each.startswith("a.b")]
@@ -178,7 +190,12 @@ def test_failure_is_recorded_after_the_logged_rows(tmp_path):
     [(True, 7200.0, 3600.0), (True, 60.0, 60.0), (False, 7200.0, 0.0)],
 )
 def test_time_between_two_starts_is_not_lost_time(restarted, begun_ago, lost):
-    row = {"step": 2, "goodput/wall_s": 4.0, "goodput/useful_s": 3.0, "goodput/unix_s": time.time() - 3600}  # fmt: skip
+    row = {
+        "step": 2,
+        "goodput/wall_s": 4.0,
+        "goodput/useful_s": 3.0,
+        "goodput/unix_s": time.time() - 3600,
+    }
     after = Goodput()
     after.resume(2, row, row, restarted=restarted, not_before=time.time() - begun_ago)
     found = after.row()
@@ -277,7 +294,10 @@ def test_sweep_lists_runs_best_first(tmp_path, monkeypatch):
     for number, value in enumerate((2.5, ConfigError("it failed"), 1.5)):
         job = {"num": number}
         runtime = {"output_dir": str(tmp_path / "sweep" / str(number))}
-        done = JobReturn(["a=1", f"b={number}"], hydra_cfg=OmegaConf.create({"hydra": {"job": job, "runtime": runtime}}))  # fmt: skip
+        done = JobReturn(
+            ["a=1", f"b={number}"],
+            hydra_cfg=OmegaConf.create({"hydra": {"job": job, "runtime": runtime}}),
+        )
         done.return_value, done.status = value, JobStatus.COMPLETED
         jobs.append(done)
     (tmp_path / "sweep" / "2").mkdir(parents=True)
@@ -306,7 +326,12 @@ def test_sweep_continues_after_a_failed_job(folder):  # noqa: F811
 
 @pytest.mark.extras("hydra_plugins.hydra_optuna_sweeper")
 def test_optuna_minimizes_the_objective(folder):  # noqa: F811
-    words = ("hydra/sweeper=optuna", "optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")  # fmt: skip
+    words = (
+        "hydra/sweeper=optuna",
+        "optimizer.lr=interval(1e-4,1e-2)",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=1",
+    )
     done = execute(folder, *SWEEP, *words)
     assert done.returncode == 0, done.stderr
     best = yaml.safe_load((folder / "sweep/optimization_results.yaml").read_text())
@@ -329,7 +354,11 @@ def test_joblib_jobs_are_labelled_and_failures_reported(folder):  # noqa: F811
     assert told
     assert all(line.startswith(("[#0] ", "[#2] ")) for line in told), told
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
-    assert {line[0]: line[1] == "failed" for line in lines} == {"#0": False, "#1": True, "#2": False}  # fmt: skip
+    assert {line[0]: line[1] == "failed" for line in lines} == {
+        "#0": False,
+        "#1": True,
+        "#2": False,
+    }
     assert "must be a multiple of model.n_heads=7" in done.stderr
 
 

@@ -18,10 +18,19 @@ from tools.cluster import Cluster, Job, why_not
 
 NOBODY = 65534
 TRAIN = (
-    "-m", "parallel2d.train", "model=llama_debug", "train.seq_len=16", "train.global_batch_size=8", "model.n_layers=1",
-    "train.validate_every=0", "metrics.console=plain", "metrics.tensorboard=false", "precision=fp64", "scheduler=constant",
+    "-m",
+    "parallel2d.train",
+    "model=llama_debug",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "model.n_layers=1",
+    "train.validate_every=0",
+    "metrics.console=plain",
+    "metrics.tensorboard=false",
+    "precision=fp64",
+    "scheduler=constant",
     "metrics.log_every=1",
-)  # fmt: skip
+)
 
 ATTACK = r"""
 import os, pickle, random, socket, sys, time
@@ -74,8 +83,12 @@ def test_shared_folder_of_another_user_is_not_used(tmp_path):
         "TMPDIR": str(shared)
     }
     words = [
-        sys.executable, *TRAIN, "train.steps=1", "launch.nproc_per_node=1", f"hydra.run.dir={tmp_path}/run",
-    ]  # fmt: skip
+        sys.executable,
+        *TRAIN,
+        "train.steps=1",
+        "launch.nproc_per_node=1",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert f"{around}: belongs to user {NOBODY}" in ended.stderr

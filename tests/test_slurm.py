@@ -20,10 +20,21 @@ from parallel2d.launching.network_interface import is_loopback, list_interfaces
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "slurm" / "train.sbatch"
 WORDS = [
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=1000000",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=1000", "precision=fp64",
-    "metrics.console=silent", "metrics.tensorboard=false",
-]  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "train.steps=1000000",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "checkpoint.every=1000",
+    "precision=fp64",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+]
 
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
@@ -67,16 +78,29 @@ class Batch:
         given = ("SLURM_", "TORCHELASTIC_")
         env = {key: value for key, value in os.environ.items() if not key.startswith(given)}
         env |= {
-            "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(folder / "notes"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-            "SLURM_JOB_ID": str(4000 + os.getpid() % 9000), "SLURM_JOB_NAME": "test", "SLURM_SUBMIT_DIR": str(folder),
-            "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_RESTART_COUNT": str(life), **variables,
-        }  # fmt: skip
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "NOTES": str(folder / "notes"),
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": str(4000 + os.getpid() % 9000),
+            "SLURM_JOB_NAME": "test",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "127.0.0.1",
+            "SLURM_RESTART_COUNT": str(life),
+            **variables,
+        }
         self.folder, self.log = folder, folder / "log"
         self.run_dir = folder / "runs" / f"test-{env['SLURM_JOB_ID']}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["bash", str(SCRIPT), *WORDS, *words], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
-            )  # fmt: skip
+                ["bash", str(SCRIPT), *WORDS, *words],
+                cwd=folder,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def rows(self) -> list[dict]:
         return jobs.rows(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
@@ -178,7 +202,9 @@ def test_tasks_receive_sigusr1_with_time_to_save(folder, number):
     assert f"asked to stop by {signal.Signals(number).name}" in log
 
 
-@pytest.mark.parametrize(("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)]
+)
 def test_only_saved_run_is_requeued_a_bounded_number_of_times(folder, code, life, again):
     ended, _, notes = run_stand_in(folder, f"exit {code}", INCARNATION=str(life))
     assert ended == code
@@ -189,8 +215,12 @@ def test_only_saved_run_is_requeued_a_bounded_number_of_times(folder, code, life
 def test_launchers_of_several_nodes_use_the_first_node_and_are_not_ranks(folder, nodes):
     program = 'echo "words $*, rank ${SLURM_PROCID:-none}"'
     _, log, _ = run_stand_in(
-        folder, program, SLURM_JOB_NUM_NODES=str(nodes), SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17"
-    )  # fmt: skip
+        folder,
+        program,
+        SLURM_JOB_NUM_NODES=str(nodes),
+        SLURM_JOB_NODELIST="gpu7",
+        SLURM_JOB_ID="17",
+    )
     words = [line for line in log.splitlines() if line.startswith("words -m parallel2d.train")]
     assert len(words) == nodes
     for line in words:

@@ -178,9 +178,14 @@ def _additions(precision, spec, strategy, mode):
     return found.dtypes, found.sent, found.summed, kept
 
 
-@pytest.mark.parametrize(("spec", "strategy", "mode"), [
-    (HYBRID, "hybrid", "full"), (HYBRID, "hybrid_zero2", "none"), (MeshSpec(), "ddp", "reduce_scatter_only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "strategy", "mode"),
+    [
+        (HYBRID, "hybrid", "full"),
+        (HYBRID, "hybrid_zero2", "none"),
+        (MeshSpec(), "ddp", "reduce_scatter_only"),
+    ],
+)
 def test_additions_are_in_fp32_for_every_communication_dtype(ranks, spec, strategy, mode):
     found = ranks.run(4, _additions, "bf16_reduce_bf16", spec, strategy, mode)
     for dtypes, sent, summed, kept in found:
@@ -276,10 +281,15 @@ def _different_routes(one_host, strategy, mode, case):
     return str(error.value), largest_difference(model, expected_gradients(plain, 4, 2, 2, 1))
 
 
-@pytest.mark.parametrize(("one_host", "strategy", "mode", "case"), [
-    (True, "hybrid", "reduce_scatter_only", WholeBlocks), (True, "zero3", "none", WholeBlocks),
-    (True, "hybrid", "reduce_scatter_only", Swapped), (False, "zero3", "full", Swapped),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one_host", "strategy", "mode", "case"),
+    [
+        (True, "hybrid", "reduce_scatter_only", WholeBlocks),
+        (True, "zero3", "none", WholeBlocks),
+        (True, "hybrid", "reduce_scatter_only", Swapped),
+        (False, "zero3", "full", Swapped),
+    ],
+)
 def test_different_blocks_within_a_shard_group_are_refused(ranks, one_host, strategy, mode, case):
     """Left out or in another order; on several hosts ranks compare hashes."""
     answers = ranks.run(4, _different_routes, one_host, strategy, mode, case)

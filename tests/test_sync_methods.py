@@ -47,10 +47,13 @@ METHODS = {
     "diloco_int8": ("hybrid", {**DILOCO, "wire": "int8"}),
     "diloco_int4": ("hybrid", {**DILOCO, "wire": "int4"}),
     "late": ("hybrid", {**DILOCO, "delay": 2}),
-    "mixed": ("hybrid", {**DILOCO, "delay": 1, "mix": 0.25, "outer_lr": 0.5, "outer_momentum": 0.3}),
+    "mixed": (
+        "hybrid",
+        {**DILOCO, "delay": 1, "mix": 0.25, "outer_lr": 0.5, "outer_momentum": 0.3},
+    ),
     "fragments": ("hybrid", {**DILOCO, "every": 6, "fragments": 3}),
     "in_flight": ("hybrid", {**DILOCO, "wire": "int4", "fragments": 3, "delay": 3}),
-}  # fmt: skip
+}
 # Their models have parameters without dimensions, which the agreement of a step reduces exactly;
 # diloco shares them like the others.
 SCALAR = ("fp32", "int8", "split", "diloco")
@@ -74,11 +77,20 @@ def check_method(ranks, name, replicas, shards):
     assert largest_difference(found[0]["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize("name", [
-    *("bf16", "int8", "int4", "split_int4", "diloco", "diloco_int4", "in_flight"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "split", "late", "mixed", "fragments")),
-    *(pytest.param(name, marks=pytest.mark.soak) for name in ("split_bf16", "split_int8", "diloco_bf16", "diloco_int8")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bf16", "int8", "int4", "split_int4", "diloco", "diloco_int4", "in_flight"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fp32", "split", "late", "mixed", "fragments")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("split_bf16", "split_int8", "diloco_bf16", "diloco_int8")
+        ),
+    ],
+)
 def test_every_method_equals_its_reference(ranks, name):
     check_method(ranks, name, 2, 2)
 
@@ -118,9 +130,13 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("number", [
-    *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2)), *(pytest.param(each, marks=pytest.mark.soak) for each in (0, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2)),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (0, 3)),
+    ],
+)
 def test_every_layout_resumes_from_another(ranks, tmp_path, number):
     """Each once as source and once as target."""
     source, target = LAYOUTS[number - 1], LAYOUTS[number]
@@ -408,10 +424,15 @@ def _written(strategy, sync, how):
         return model[0].weight.full_tensor().mean().item()
 
 
-@pytest.mark.parametrize(("strategy", "sync", "how"), [
-    ("hybrid_full", {"wire": "bf16"}, "loaded"), ("hybrid_full", {"wire": "bf16"}, "in place"),
-    ("ddp", {"name": "diloco", "every": 2}, "loaded"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "sync", "how"),
+    [
+        ("hybrid_full", {"wire": "bf16"}, "loaded"),
+        ("hybrid_full", {"wire": "bf16"}, "in place"),
+        ("ddp", {"name": "diloco", "every": 2}, "loaded"),
+    ],
+    ids=str,
+)
 def test_values_written_to_parameters_are_kept(ranks, strategy, sync, how):
     for value in ranks.run(2, _written, strategy, sync, how):
         assert value == pytest.approx(2.0, abs=0.2)
@@ -435,7 +456,10 @@ def _states_around_averages(strategy, sync):
     return [each["model"]["0.weight"] for each in states if each], average
 
 
-@pytest.mark.parametrize(("strategy", "sync"), [("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "sync"),
+    [("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})],
+)
 def test_ema_weights_are_saved_inside_their_context_and_change_no_state(ranks, strategy, sync):
     (before, inside, after), average = ranks.run(2, _states_around_averages, strategy, sync)[0]
     assert torch.equal(before, after)

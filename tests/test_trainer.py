@@ -37,9 +37,12 @@ class Breaking(nn.Module):
 def breaking(calls):
     arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
     return (
-        "model=custom", "model.target=test_trainer:Breaking", arguments, "checkpoint.enabled=false",
+        "model=custom",
+        "model.target=test_trainer:Breaking",
+        arguments,
+        "checkpoint.enabled=false",
         "optimizer.lr=0.1",
-    )  # fmt: skip
+    )
 
 
 METHODS = {
@@ -126,8 +129,13 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     (copied / "tools/install").mkdir(parents=True)
     (copied / "tools/install/parallel2d").symlink_to("../../parallel2d")
     build = [
-        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied),
-    ]  # fmt: skip
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(copied),
+    ]
     subprocess.run([*pip, *build], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run(
@@ -139,9 +147,12 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     found = jobs.run_python("-c", where, cwd=empty, env=environment, check=True)
     assert found.stdout.count(str(site)) == 2
     words = [
-        "train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache",
+        "train.steps=2",
+        "model.n_layers=1",
+        "launch.nproc_per_node=1",
+        "data.cache_dir=cache",
         "train.validate_every=0",
-    ]  # fmt: skip
+    ]
     done = jobs.run_python("-m", "parallel2d.train", *words, cwd=empty, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list(empty.glob("outputs/*/*/metrics.jsonl"))) == 1

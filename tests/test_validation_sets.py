@@ -52,7 +52,12 @@ def test_each_validation_set_has_its_own_loss_on_every_layout(ranks, folder):
         words = (*VALIDATED, f"data.validation={sets}", *words)
         ranks.run(count, jobs.run_to_the_end, str(folder), str(folder / name), words)
     first = losses(folder, "one")
-    keys = ["validation/loss", "validation/same/loss", "validation/short/loss", "validation/sums/loss"]  # fmt: skip
+    keys = [
+        "validation/loss",
+        "validation/same/loss",
+        "validation/short/loss",
+        "validation/sums/loss",
+    ]
     assert [sorted(row) for row in first] == [keys, keys]
     for name in ("hybrid", "tensor"):
         for row, expected in zip(losses(folder, name), first, strict=True):
@@ -100,21 +105,27 @@ def test_held_out_part_of_a_prepared_folder_is_read(folder):
 
 
 def test_validation_sets_are_not_in_the_data_fingerprint(folder):
-    plain, named = data_of(folder), data_of(folder, validation={"a": {"path": str(folder / "sums.txt")}})  # fmt: skip
+    plain, named = (
+        data_of(folder),
+        data_of(folder, validation={"a": {"path": str(folder / "sums.txt")}}),
+    )
     assert plain.fingerprint == named.fingerprint
     assert plain.validation_fingerprint != named.validation_fingerprint
 
 
-@pytest.mark.parametrize(("entry", "problem"), [
-    ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
-    ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
-    ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
-    ({"path": 7}, r"data\.validation\.it\.path=7 must be text or null"),
-    ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
-    ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
-    ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
-    ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
+        ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
+        ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
+        ({"path": 7}, r"data\.validation\.it\.path=7 must be text or null"),
+        ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
+        ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
+        ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
+        ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
+    ],
+)
 def test_wrong_validation_set_gives_one_message(folder, entry, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         data_of(folder, validation={"it": entry})
@@ -129,8 +140,11 @@ def test_wrong_name_of_a_validation_set_gives_one_message(folder):
 # Epochs
 
 SHORT_EPOCH = (
-    "data.path=sums.txt", "data.validation_fraction=0", "checkpoint.every=10", "optimizer.lr=0.01",
-)  # fmt: skip
+    "data.path=sums.txt",
+    "data.validation_fraction=0",
+    "checkpoint.every=10",
+    "optimizer.lr=0.01",
+)
 
 
 def sums(folder, **options):

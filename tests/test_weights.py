@@ -192,7 +192,10 @@ def _load_large(how, rows, folder):
     mesh, first = build_mesh(MeshSpec(), "zero3"), dist.get_rank() == 0
     with torch.device("meta"):
         model = LargeRows(rows)
-    state = {"matrix": torch.arange(rows * 1024.0).view(rows, 1024), "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21)}  # fmt: skip
+    state = {
+        "matrix": torch.arange(rows * 1024.0).view(rows, 1024),
+        "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21),
+    }
     options = {"seed": 0}
     if how == "load_pretrained":
         if first:
@@ -282,9 +285,13 @@ def _master_values(name, options, folder):
     return found
 
 
-@pytest.mark.parametrize(("name", "options", "rounded"), [
-    ("hybrid_full", {"wire": "bf16"}, True), ("hybrid", {"name": "diloco", "every": 2}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options", "rounded"),
+    [
+        ("hybrid_full", {"wire": "bf16"}, True),
+        ("hybrid", {"name": "diloco", "every": 2}, False),
+    ],
+)
 def test_master_values_are_loaded_and_saved(ranks, tmp_path, name, options, rounded):
     for found in ranks.run(4, _master_values, name, options, str(tmp_path)):
         assert found == [(True, not rounded, rounded)] * 3
@@ -393,15 +400,18 @@ def test_clipping_by_value_equals_a_single_process(ranks):
     assert ranks.run(4, _clip) == [(True, True)] * 4
 
 
-@pytest.mark.parametrize(("names", "stacked", "dim", "shapes", "whole"), [
-    ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 2)}, (7, 2)),
-    ([["a", "b"], ["c", "d"]], True, 1, dict.fromkeys("abcd", (4, 2)), (2, 8, 2)),
-    ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 4)}, None),
-    ([["a", "b"], ["c"]], True, 1, dict.fromkeys("abc", (4, 2)), None),
-    ([["a", "b"]], True, None, {"a": (4, 2), "b": (3, 2)}, None),
-    ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
-    ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "stacked", "dim", "shapes", "whole"),
+    [
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 2)}, (7, 2)),
+        ([["a", "b"], ["c", "d"]], True, 1, dict.fromkeys("abcd", (4, 2)), (2, 8, 2)),
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 4)}, None),
+        ([["a", "b"], ["c"]], True, 1, dict.fromkeys("abc", (4, 2)), None),
+        ([["a", "b"]], True, None, {"a": (4, 2), "b": (3, 2)}, None),
+        ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
+        ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
+    ],
+)
 def test_tensors_with_gaps_are_refused(names, stacked, dim, shapes, whole):
     headers = {name: (None, Entry("F32", shape, 0, 0)) for name, shape in shapes.items()}
     form = StoredForm(names, stacked, dim)

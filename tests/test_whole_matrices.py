@@ -189,12 +189,16 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
     return weights_of(model), state, inner
 
 
-@pytest.mark.parametrize(("kind", "first", "then"), [
-    ("stacked", "zero3", "hybrid"), ("lists", "ddp", "hybrid_full"),
-    pytest.param("stacked", "hybrid_full", "ddp", marks=pytest.mark.slow),
-    pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
-    pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        ("stacked", "zero3", "hybrid"),
+        ("lists", "ddp", "hybrid_full"),
+        pytest.param("stacked", "hybrid_full", "ddp", marks=pytest.mark.slow),
+        pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
+        pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
+    ],
+)
 def test_updates_equal_one_process_when_resumed(ranks, tmp_path, kind, first, then):
     model = plain(first)
     optimizer = built(kind, model, wrap=False)

@@ -23,8 +23,14 @@ from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 VOCAB = 67
 LLAMA = {
-    "dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64,
-}  # fmt: skip
+    "dim": 32,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "hidden_dim": 48,
+    "vocab_size": VOCAB,
+    "max_seq_len": 64,
+}
 SEQ, GLOBAL_BATCH = 16, 8
 
 

@@ -233,9 +233,12 @@ class Pools:
 
     # Imports of the server before the first rank is forked.
     preload: ClassVar[list[str]] = [
-        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
         "parallel2d.training.assemble",
-    ]  # fmt: skip
+    ]
 
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}

@@ -88,9 +88,14 @@ def _run_rank(
     dropped: frozenset[Site],
 ) -> None:
     os.environ.update(
-        OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="localhost", MASTER_PORT="1",
-    )  # fmt: skip
+        OMP_NUM_THREADS="1",
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+    )
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     try:
         connection.send(_call(rank, size, folder, function, args, dropped))

@@ -41,14 +41,33 @@ _device = torch._C.TensorBase.device.__get__  # before it is replaced
 
 # CUDA makes the host wait in these: the result is a number, or its size depends on values.
 _WAITING_OPERATORS = {
-    "aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.nonzero", "aten.masked_select", "aten.bincount",
-    "aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.repeat_interleave.Tensor",
+    "aten._local_scalar_dense",
+    "aten.equal",
+    "aten.is_nonzero",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.bincount",
+    "aten._unique",
+    "aten._unique2",
+    "aten.unique_dim",
+    "aten.unique_consecutive",
+    "aten.repeat_interleave.Tensor",
     "aten._linalg_check_errors",
-}  # fmt: skip
+}
 _NO_KERNEL = {
-    "aten.empty", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided", "aten.empty_like", "aten.set_",
-    "aten.resize_", "aten.lift_fresh", "aten.detach", "aten.detach_", "aten.alias", "aten.is_pinned",
-}  # fmt: skip
+    "aten.empty",
+    "aten.empty_strided",
+    "aten.new_empty",
+    "aten.new_empty_strided",
+    "aten.empty_like",
+    "aten.set_",
+    "aten.resize_",
+    "aten.lift_fresh",
+    "aten.detach",
+    "aten.detach_",
+    "aten.alias",
+    "aten.is_pinned",
+}
 _COPIES = ("aten.copy_", "aten._to_copy")
 _INDEXING = ("aten.index", "aten.index_put_", "aten._index_put_impl_")
 _IGNORED_NAMESPACES = ("c10d", "prim", "prims", "profiler", "_c10d_functional_autograd")
