@@ -26,13 +26,13 @@ from parallel2d.base.config.schema import choices_by_group, initialized
 from parallel2d.base.errors import did_you_mean, nearest_matches
 
 _GLOBAL_PACKAGE = re.compile(r"^\s*#\s*@package\s+_global_\s*$", re.MULTILINE)
-_LINES = 5  # of a message of Hydra's that are shown
+_LINES = 5  # shown lines of a message of Hydra
 _PLUGIN = re.compile(r"Could not find 'hydra/(sweeper|launcher)/([a-z]+)(_[a-z]+)?'")
 
 
 def explain(parsed: argparse.Namespace, error: Exception) -> str:
-    """One line per wrong word, or per wrong line of one's own files; the first lines of ``error``
-    where there is none."""
+    """Return one line per wrong override, or per wrong line of custom files; the first lines of
+    ``error`` if none is found."""
     with initialized(parsed.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
@@ -100,7 +100,7 @@ def _wrong_in_file(
 
 
 def _settings(content: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a file, by full key."""
+    """Yield the settings of a file, by full key."""
     for name in map(str, content):
         node = content._get_node(name)
         if isinstance(node, DictConfig) and len(node):
@@ -177,7 +177,7 @@ def _value_problem(
     word: str,
     value: Any,
 ) -> str | None:
-    """What is wrong with setting ``key`` to ``value``, given as ``word``; None for nothing."""
+    """Return the message for a wrong ``value`` of ``key``, given as ``word``, or None."""
     if key not in keys:
         return None if _may_hold_anything(base, key) else unknown_key(key, word, keys, groups)
     # model=llama sets a group, optimizer=3 would replace all keys below it.
@@ -222,7 +222,7 @@ def unknown_key(
         owners = [family for family, kind in FAMILIES.items() if name in vars(kind())]
         if owners:
             return f"{line}: models of family {' or '.join(owners)} have it"
-    # A whole key that is spelled alike is a better guess than one whose last part is.
+    # A key with a similar full name is a better guess than a key with a similar last part.
     near = did_you_mean(key, [*keys, *groups], 0.8) or near_last_part(key, keys)
     if near:
         return line + near
@@ -232,8 +232,8 @@ def unknown_key(
 
 
 def near_last_part(key: str, keys: Collection[str]) -> str:
-    """``steps`` is train.steps or profile.steps; a key of a group is one of the same group. As
-    `did_you_mean`."""
+    """Return a suggestion by the last part, as `did_you_mean`: ``steps`` is train.steps or
+    profile.steps. For a key of a group only keys of this group are suggested."""
     parent, _, last = key.rpartition(".")
     others = {other: other.rpartition(".")[2] for other in keys}
     if parent in keys:
@@ -258,8 +258,8 @@ def dotted_keys(config: DictConfig, prefix: str = "") -> dict[str, bool]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first lines of an error of Hydra's or OmegaConf's, or of its cause. Hydra's have advice
-    in further lines."""
+    """Return the first lines of an error of Hydra or OmegaConf, or of its cause. Hydra's errors
+    have advice in further lines."""
     text = str(error).partition("Config search path")[0].replace("\\'", "'")
     shown = list(filter(None, map(str.strip, text.splitlines())))[:_LINES]
     # Hydra often wraps OmegaConf's error in one line that does not name the reason.

@@ -32,12 +32,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line; their attribute ``overrides`` has all other arguments,
     which may stand between the options.
 
-    Hydra wants ``++`` before a key that its schema does not have, such as the arguments of a
-    model's factory. In ``model.tensor_plan={layers.*.w[qkv]: colwise}`` brackets belong to the
-    pattern, which Hydra takes only with backslashes. ``+experiment=big``, which is right where the
-    defaults have no experiment, is ``experiment=big`` here: they have one. ``cluster=FILE.yaml``
-    becomes ``cluster=local`` and the keys of that file. ``1e3`` becomes ``1000``. Raises
-    `ConfigError` for a file that cannot be read or is no cluster file.
+    Some overrides are rewritten for Hydra:
+
+    * A key outside of the schema, such as an argument of a model's factory, gets ``++``.
+    * Brackets of a pattern, as in ``model.tensor_plan={layers.*.w[qkv]: colwise}``, get
+      backslashes.
+    * ``+experiment=big`` becomes ``experiment=big``, because the defaults list an experiment.
+    * ``cluster=FILE.yaml`` becomes ``cluster=local`` and the keys of that file.
+    * ``1e3`` becomes ``1000``.
+
+    Raises:
+        ConfigError: for an unknown option, an option without its value, and a file that cannot be
+            read or is not a cluster file.
     """
     parser = get_args_parser()
     parser.set_defaults(config_name="train")
@@ -64,7 +70,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         elif word.lstrip("+").startswith("model.tensor_plan={"):
             word = _BRACKET.sub(r"\\\1", word)
         elif _SCIENTIFIC.fullmatch(path) and float(path).is_integer():
-            # Hydra reads 1e3 as a number with a fraction, which no whole number may be.
+            # Hydra reads 1e3 as a float, which is refused for an integer.
             word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
     # Other overrides of the cluster remain, and take precedence over the file.
@@ -106,8 +112,8 @@ class _WithoutAliases(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> Any:
-    """Read a YAML file of anybody. Raises OSError, UnicodeDecodeError, and all that `parse_yaml`
-    raises; `ConfigError` also for a file that is not regular."""
+    """Read an untrusted YAML file. Raises OSError, UnicodeDecodeError, and all errors of
+    `parse_yaml`; `ConfigError` also for a file that is not regular."""
     if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
         raise ConfigError("not a regular file")
     with open(path, encoding="utf-8") as stream:

@@ -37,7 +37,7 @@ _SHOWN = {
     "device_GiB": "memory/peak_gib",
     "host_GiB": "memory/peak_rss_gib",
 }
-_IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's own, without a plugin
+_IN_TURN = ("BasicSweeper", "BasicLauncher")  # Hydra's defaults, without a plugin
 
 
 def run_sweep(arguments: Sequence[str], task: Task) -> None:
@@ -142,7 +142,8 @@ def _is_own(part: DictConfig) -> bool:
 
 
 def _measured(job: JobReturn) -> dict[str, float]:
-    """The last speed and memory in the summary of a job, by column; empty without one."""
+    """Return the last speed and memory in the summary of a job, by column; empty without a
+    summary."""
     hydra: Any = job.hydra_cfg
     path = os.path.join(hydra.hydra.runtime.output_dir, "summary.json")
     try:
@@ -163,7 +164,7 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
     words = [job.overrides or () for job in jobs]
     shared = set(words[0]).intersection(*words)
     measured = [_measured(job) for job in jobs]
-    # Columns of what no job has measured are omitted.
+    # Columns without a measurement of any job are omitted.
     columns = [name for name in _SHOWN if any(name in each for each in measured)]
     rows = [("job", objective, *columns, "settings", "run directory")]
     for job in sorted(jobs, key=place):

@@ -14,8 +14,8 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
 MAX_COUNT = 2**63 - 1  # of a size or an offset
-MAX_DEPTH = 32  # of lists and dicts in what is read as JSON
-MAX_FOLDERS = 100  # inside each other
+MAX_DEPTH = 32  # of lists and dicts in a JSON value
+MAX_FOLDERS = 100  # nesting of folders
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -168,10 +168,10 @@ def replace(
 def walk(
     path: str, enters: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields each folder at and below ``path``, and the names of its files. Links to folders are
-    not followed. Raises OSError for folders that nest deeper than `MAX_FOLDERS`.
+    """Yield each folder at and below ``path``, and the names of its files. Links to folders are not
+    followed. Raises OSError for folders that nest deeper than `MAX_FOLDERS`.
 
-    ``enters``: by its name, whether a folder is looked through.
+    ``enters(name)``: False for folders that are skipped.
     """
     level = [path]
     for _ in range(MAX_FOLDERS):
@@ -190,10 +190,10 @@ def walk(
 
 
 def remove_tree(path: str, *, must_succeed: bool = False) -> None:
-    """Remove a folder with all that is in it, or a file or link. No link is followed.
+    """Remove a folder with all its contents, or a file or link. Links are not followed.
 
-    Folders that are nested thousands deep, on which `shutil.rmtree` fails, are moved up until none
-    is inside another. Raises OSError with ``must_succeed`` only.
+    Folders that are nested thousands deep, for which `shutil.rmtree` fails, are moved up until none
+    is inside another. Raises OSError only with ``must_succeed``.
     """
     try:
         if os.path.islink(path) or not os.path.isdir(path):
@@ -224,7 +224,7 @@ def _unlink_files(folder: int) -> list[str]:
 
 def _lift_folders(outer: int, name: str) -> None:
     """Remove a folder in ``outer``. The folders in it move to ``outer``."""
-    # By descriptors: another user who may write there could put a link in the place of a folder.
+    # By descriptors, because another user with write permission could replace a folder by a link.
     inner = os.open(name, _FOLDER, dir_fd=outer)
     try:
         for below in _unlink_files(inner):

@@ -1,4 +1,4 @@
-"""Tries a library on a file of anybody in a child process with limits: `try_in_child`."""
+"""Trial of a library on an untrusted file in a child process with limits: `try_in_child`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ import psutil
 
 from parallel2d.base.errors import ConfigError
 
-# Limits of a child beside those that follow from the size of the file. Half a million tensors fit.
+# Limits of a child, in addition to the size of the file. Half a million tensors fit.
 MOST_SECONDS, MOST_BYTES = 20, 2**30
 _BYTES_A_SECOND = 2**28
 
 
 def try_in_child(path: str, size: int, use: Callable[[], object]) -> None:
-    """Call ``use``, which reads ``size`` bytes at ``path``, in a forked child process. Raises
-    `ConfigError` where it does, where the child ends in another way, and where it takes too many
-    seconds or bytes.
+    """Call ``use``, which reads ``size`` bytes at ``path``, in a forked child process.
 
-    A file of a few bytes can ask a library for any amount of memory or time, or end the process.
+    A file of a few bytes can make a library use any amount of memory or time, or end the process.
     After this call the library may read the same file in this process.
+
+    Raises:
+        ConfigError: if ``use`` raises it, if the child ends in another way, and if the child
+            exceeds the limits of seconds or bytes.
     """
     receiver, sender = os.pipe()
     child = os.fork()
     if not child:
         try:
-            # Native code that gives up says so there.
+            # Native code that aborts writes to standard error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            # Some libraries read a file as a whole.
+            # Some libraries read the complete file into memory.
             memory = psutil.Process().memory_info().vms + size + MOST_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
             seconds = MOST_SECONDS + size // _BYTES_A_SECOND
@@ -44,7 +46,7 @@ def try_in_child(path: str, size: int, use: Callable[[], object]) -> None:
         except ConfigError as error:
             os.write(sender, str(error).encode())
         finally:
-            # Not sys.exit: the exit handlers belong to the parent.
+            # Not sys.exit, because the exit handlers belong to the parent.
             os._exit(1)
     os.close(sender)
     with open(receiver, encoding="utf-8") as answer:

@@ -43,7 +43,7 @@ _NEWEST = (
 )
 # Other numbers are dropped, which bounds the memory of a row.
 COLUMNS = {key: place for place, key in enumerate((*_MEANS, *_NEWEST))}
-_MOST_ROWS = 2_000  # as many as a curve has points
+_MOST_ROWS = 2_000  # number of points of a curve
 _LARGEST_OBJECT = 2**20
 _LARGEST_NUMBER = 1e30
 
@@ -169,7 +169,7 @@ def _read_rows(path: str) -> Numbers:
 
 
 def _numbers(rows: Iterable[Row]) -> Iterator[list[float]]:
-    """The numbers of each row, `COLUMNS`."""
+    """Yield the numbers of each row, `COLUMNS`."""
     for row in rows:
         if row.get(keys.LOSS, 0.0) is None:
             row[NOT_FINITE] = row[keys.STEP]
