@@ -58,12 +58,12 @@ CASES = [
     (
         ("strategy=hybird", "compile=true", "precision=32", "optimizer=AdamW", "model=lama_debug",
          "bucketing=blocks"),
-        ["strategy=hybird", "did you mean hybrid", "compile=true is not one of block, none", "precision=32",
-         "did you mean fp32",
+        ["strategy=hybird", "did you mean hybrid", "compile=true is not one of auto, block, none",
+         "precision=32", "did you mean fp32",
          "did you mean adamw", "did you mean llama_debug", "did you mean block"],
     ),
     (("-m", "compile=true,none", "train.stepz=1,2"),
-        ["compile=true is not one of block, none", "did you mean train.steps?"]),
+        ["compile=true is not one of auto, block, none", "did you mean train.steps?"]),
     (
         ("train.steps=abc", "train.seq_len=1.5", "optimizer.lr=fast", "train.deterministic=maybe", "mesh=3",
          "mesh.shard=2.5", "~train.seed", "train.epochs=[1,2", "train.gc_every="),
