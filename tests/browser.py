@@ -97,7 +97,7 @@ class Browser:
         return value
 
     def _ask_unless_it_loads(self, script: str) -> Any:
-        """None where the page is just being replaced by the one that was opened."""
+        """Return None while the opened page replaces the current page."""
         try:
             return self.ask(script)
         except AssertionError as error:

@@ -77,8 +77,9 @@ def run(
     llama: dict[str, Any] | None = None,
     validate: bool = False,
 ) -> dict[str, Any]:
-    """Resumes in ``folder`` if it can, trains up to ``steps``, saves as ``checkpoint`` says. Losses by
-    step."""
+    """Resume in ``folder`` if it has a checkpoint, train up to ``steps``, and save as
+    ``checkpoint`` configures. Returns losses by step.
+    """
     mesh, model, optimizer = build(mesh_sizes, config, seed, **(llama or {}))
     settings = CheckpointConfig(**{"every": 0, **(checkpoint or {})})
     with Heard() as heard:

@@ -229,7 +229,7 @@ def weights_are_loaded(names):
     found = snapshot(names["model"], names["optimizer"])
     count = len(list(names["model"].parameters()))
     assert found[:count] == names["before"][:count]
-    assert found[count:] != names["before"][count:]  # the optimizer was not asked for
+    assert found[count:] != names["before"][count:]  # the cell does not use the optimizer
 
 
 @check("FullySharded", "torch.save")

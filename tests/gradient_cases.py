@@ -91,7 +91,7 @@ class OneRankAlone(Case):
 
 
 class LayerDrop(Case):
-    """Whole blocks are skipped, by replica and micro-batch."""
+    """Entire blocks are skipped, by replica and micro-batch."""
 
     def run(self, number, block, x, route):
         if (number + route.replica + route.micro + route.step) % 3 == 0:
@@ -179,7 +179,7 @@ class Filter(nn.Module):
 
 
 class Frozen(Case):
-    """Frozen parameters in groups of trained ones, and a group that is frozen as a whole."""
+    """Frozen parameters in groups with trained parameters, and one entirely frozen group."""
 
     def __init__(self):
         super().__init__()

@@ -1,10 +1,10 @@
-"""A communicator on CPU that behaves as NCCL; `install` puts it in the place of gloo's.
+"""A communicator on CPU that behaves as NCCL; `install` replaces gloo's communicator with it.
 
-A collective completes on a stream: its result appears once the host has seen it done, and not
-before. With a dead peer it hangs for ever, and no error comes. After `abort` it is done, with
-undefined outputs, and its error is known before that. The next quorum needs the abort of all that
-is in flight. ``revokes``: half of the collectives abort by themselves when the network tells of a
-loss, as a watchdog does.
+A collective completes on a stream: its result appears only after the host has seen the completion.
+With a dead peer a collective hangs for ever, without an error. After `abort` it is done, with
+undefined outputs, and its error is known before that. The next quorum needs the abort of all
+collectives in flight. ``revokes``: half of the collectives abort without a request when the
+network reports a loss, as a watchdog does.
 """
 
 import os

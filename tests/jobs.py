@@ -1,5 +1,5 @@
-"""A job on this process group, built by the same functions as on the command line, and stopped
-when the test says so.
+"""A job on this process group, built by the same functions as on the command line, and stopped by
+the test.
 """
 
 import contextlib
@@ -125,7 +125,9 @@ def run(folder, run_dir, words, steps, after_step=None):
 
 
 def run_to_the_end(folder, run_dir, words, hooks=()):
-    """The whole job, as the command runs it. Returns its last step and why it was stopped before."""
+    """Run the complete job as the command runs it. Returns its last step and the reason of an
+    earlier stop.
+    """
     trainer = build(folder, run_dir, words, hooks)
     trainer.run()
     trainer.recorder.close()
@@ -166,7 +168,7 @@ def ranks_of(launcher):
     """Process ids of the live ranks that this launcher has started, in their order."""
     found = []
     for process in psutil.Process(launcher).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
             word, _, number = process.name().partition(" ")
             if word == "rank" and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((int(number), process.pid))

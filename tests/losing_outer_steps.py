@@ -20,7 +20,7 @@ from parallel2d.base.replicas import current
 from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter, OuterSync
 
-REPLICAS, STEPS_WITH_IT = 3, 9  # after it has come back
+REPLICAS, STEPS_WITH_IT = 3, 9  # after the replica has rejoined
 
 
 def die(victim: int) -> None:

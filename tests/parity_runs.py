@@ -1,5 +1,5 @@
-"""Models and faults for tests of certificates. A fault is something that a library, a driver or a
-user's code could do on a rank.
+"""Models and faults for tests of the parity check. A fault is a possible action of a library, a
+driver or a user's code on a rank.
 """
 
 import dataclasses
@@ -141,8 +141,8 @@ def run(
     seed: int | None = None,
     tensor_plan: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The certificate of this process group, as plain values. ``seed``: of all ranks' random
-    numbers; default: each has its own.
+    """Return the parity report of this process group as plain values. ``seed`` seeds the random
+    numbers of all ranks; by default each rank has its own seed.
     """
     words = dict(parallel)
     if "sync" in words:

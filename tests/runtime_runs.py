@@ -152,7 +152,7 @@ def timeouts() -> dict[str, object]:
 
 
 def late() -> dict[str, object]:
-    """The last rank comes to the second barrier only after the others have given up on it."""
+    """The last rank reaches the second barrier only after the other ranks have timed out."""
     from parallel2d import barrier, setup, teardown
 
     runtime = setup(timeout_s=60, host_id=f"node{os.environ['RANK']}")

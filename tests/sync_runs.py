@@ -114,7 +114,7 @@ def run(
             "parameters": weights_of(model),
             # Unsent part of the update of this replica (error feedback)
             "residual": local_residuals(model),
-            # After which step of a period each parameter is sent
+            # Step of a period that sends each parameter
             "begins": begins_of(model),
         }
 

@@ -81,7 +81,9 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def recomputed(config):
-    """Operators that backward ran again, by comparison with none."""
+    """Return the operators that backward ran again, in comparison with a model without
+    checkpointing.
+    """
     counts = []
     for each in (config, ActivationCheckpointingConfig()):
         model = checkpointed(each)
@@ -206,8 +208,8 @@ RUNS = [
     ],
 )
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
-    """Losses, the first gradient norm and the weights after a few steps; compiled where the mode
-    needs it or the case says so.
+    """Compare losses, the first gradient norm and the weights after a few steps; compiled where
+    the mode or the case needs it.
     """
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}

@@ -46,7 +46,9 @@ def imported(name, path):
 
 
 def module_of(target):
-    """The module of ours that an imported name is, or is in; None for others' modules."""
+    """Return the module of this package that contains an imported name; None for modules of other
+    packages.
+    """
     while target and target not in MODULES:
         target = target.rpartition(".")[0]
     return target or None

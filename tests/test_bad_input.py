@@ -40,7 +40,7 @@ TEXT = (
     "launch.nproc_per_node=4",
 )
 
-# Words that are refused together, as each word is explained on its own.
+# Overrides that are refused together; each override has a separate message.
 CASES = [
     (
         ("trian.steps=5", "train.stepz=5", "steps=5", "nothing.alike=1", "model.path=x",

@@ -1,4 +1,4 @@
-"""Certificates: sound layouts pass, and each kind of fault is found and located."""
+"""Parity checks: correct layouts pass, and each kind of fault is found and located."""
 
 import json
 import os
@@ -52,7 +52,7 @@ FOUND = {
     "a model that depends on the rank": ("loss", None, None, (2,), "model"),
     "experts exchanged on one rank": ("loss", None, None, (2,), "model"),
 }
-# Of faults that another layout has
+# Expected results of faults that another layout has
 WORDS = {
     "half of an outer step": {"strategy": "hybrid", "sync": {"name": "diloco"}},
     "other updates than the owners'": {"strategy": "hybrid_full"},
@@ -83,7 +83,8 @@ def test_parity_check_covers_every_kind_of_fault():
     assert set(FOUND) == set(parity_runs.FAULTS)
 
 
-# Every strategy, precision, wire, way to accumulate, engine and optimizer at least once
+# Every strategy, precision, communication dtype, accumulation mode, engine and optimizer at least
+# once
 LAYOUTS = [
     ("transformer", ZERO, {"strategy": "zero3", "precision": "bf16"}, "adam"),
     ("dropout", HYBRID, {"strategy": "hybrid_full", "precision": "fp16", "sync": {"wire": "int4"}}, "sgd"),
@@ -227,7 +228,7 @@ def execute(folder, module, *words):
     return jobs.run_python(*words, cwd=folder, env=environment)
 
 
-# The reference has whole logits.
+# The reference has full logits.
 CHUNKED = ("train.loss_chunk=9", "train.z_loss=0.01")
 
 

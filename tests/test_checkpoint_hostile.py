@@ -117,7 +117,7 @@ def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
         reseal(victim)
     if name in ("manifest.json", DATA):
         refused(victim, tmp_path)
-    else:  # not part of the checkpoint: it is not even opened
+    else:  # not part of the checkpoint: it is never opened
         assert Small(tmp_path / "run", resume=str(victim)).restore()["step"] == 1
     assert not marker.exists()
 
@@ -224,7 +224,7 @@ def data_as(content):
 
 
 def tensor_as(**changes):
-    """Another header: a tensor of it is described in another way."""
+    """Replace the header: describe one of its tensors differently."""
     return lambda folder: rewrite_header(
         folder, lambda header: header["model/0.weight"].update(changes)
     )
@@ -499,7 +499,7 @@ CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
         ((), [Region((), ()), Region((), ())]),
         ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
         ((2, 2), CORNERS * 2),
-        # Covered, but not cut along whole planes
+        # Covered, but not split along complete planes
         ((2, 2), [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((1, 1), (1, 1))]),
         ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
         ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),

@@ -27,7 +27,7 @@ FOUR = {"replicate": 4, "shard": 1}
 
 
 class Cluster:
-    """A run directory, and nodes by letter: ``run(ranks, "AABB", ...)`` is a life with two ranks
+    """A run directory, and nodes by letter: ``run(ranks, "AABB", ...)`` is a start with two ranks
     on A and two on B.
     """
 
@@ -107,8 +107,8 @@ def test_replaced_node_restores_bitwise_from_the_other_replica(cluster, undistur
 
 @pytest.mark.slow
 def test_state_split_across_replicas_is_restored_from_a_backup_node(cluster, tmp_path, ranks):
-    """With split updates in bf16 a rank needs more of an average than of the weights that it keeps
-    unrounded.
+    """With split updates in bf16 a rank needs a larger part of an average than of the weights that
+    it keeps unrounded.
     """
     split = {"strategy": "hybrid_full", "precision": "fp64", "sync": SyncConfig(wire="bf16")}
     options = {"until": 5, "parallel": split, "decay": 0.9}

@@ -311,7 +311,7 @@ def test_a_failed_last_save_is_an_error_at_the_end(tmp_path, monkeypatch):
 
 
 def fail_on_one_rank(folder):
-    """Rank 1's disk is full for the first save: all ranks count the failure and none hangs."""
+    """Rank 1's disk is full for the first save: all ranks count the failure and continue."""
     write = LocalStore.write
     if dist.get_rank() == 1:
 

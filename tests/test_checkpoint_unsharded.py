@@ -68,7 +68,7 @@ def next_losses(mesh, model, optimizer):
 
 
 def through_torch(state, name):
-    """The whole state after it was in plain torch's own hands, where it was the same."""
+    """Return the full state after plain torch has loaded it and has found it equal."""
     bare = build_llama()
     bare_optimizer = build_optimizer(bare, OPTIMIZERS[name])
     bare.load_state_dict(state["model"])

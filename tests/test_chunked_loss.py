@@ -185,7 +185,7 @@ def test_vocabulary_parallel_loss_equals_unsharded_loss(ranks, vocab):
 class Capped(nn.Module):
     """A head with a bias, a scale that is a buffer, and a soft cap."""
 
-    init_weights = None  # each module has its own
+    init_weights = None  # one for each module
     plan: ClassVar = {"head": "colwise_gather_output"}
 
     def __init__(self, **_sizes) -> None:
@@ -450,7 +450,9 @@ SPLIT = ("strategy=hybrid", "mesh.replicate=1", "mesh.shard=2", "mesh.tensor=2")
 
 
 def check_job(ranks, folder, words, bound):
-    """A job in chunks has the losses, norms and validation of one with whole logits; the rows of both."""
+    """Assert that a job in chunks has the losses, norms and validation of a job with full logits;
+    return the rows of both.
+    """
     plain = _rows(ranks, folder, "plain", words)
     chunked = _rows(ranks, folder, "chunked", (*words, "train.loss_chunk=9"))
     assert len(plain) == len(chunked) == 2

@@ -228,7 +228,7 @@ def test_partition_heals_and_killed_node_loses_memory_and_connections():
         cluster.execute(0, ["touch", "/dev/shm/mine"])
         cluster.kill_node(0)
         assert cluster.nodes[0].processes() == []
-        # at once, by a reset; a silent peer would be noticed after minutes
+        # at once, by a reset; a peer that only stops sending would be noticed after minutes
         await_text(cluster, 1, "ERROR")
         with pytest.raises(ClusterError, match="node0 is down"):
             cluster.execute(0, ["true"])

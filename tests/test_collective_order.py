@@ -91,7 +91,7 @@ def _random_differences(seed, rounds):
         begun = time.monotonic()
         messages = all_gather(gathers.run(own, asynchronous=common.random() < 0.5))
         assert time.monotonic() - begun < SOON_S
-        # A rank may have ended before another one began to differ.
+        # A rank may have ended before another rank began to differ.
         assert len(set(filter(None, messages))) == 1, (number, messages)
         here = {f"block{each}" for each in chain(*all_gather(own[position : position + 1]))}
         assert set(re.findall(r"block\d", max(messages))) <= here, (number, messages)
@@ -168,7 +168,7 @@ POINTS = {
 
 
 def _uneven_evaluation(strategy, spec, point, folder):
-    """Rank 3 has one batch more than the others before they come to ``point``."""
+    """Rank 3 has one batch more than the other ranks before they reach ``point``."""
     # Ranks wait for each other in the shard groups of every model.
     other = parallelize(Reversed(), build_mesh(HYBRID[1], HYBRID[0]), ParallelConfig(HYBRID[0]))
     mesh = build_mesh(spec, strategy)
@@ -319,7 +319,7 @@ def test_a_rank_killed_at_any_moment_leaves_no_file(tmp_path, kills):
             assert ours.poll(60), "the job did not begin"
         time.sleep(choice.uniform(0, 0.1))
         for process in choice.sample(job, 2):
-            process.kill()  # the other one may have ended by itself, as its connection broke
+            process.kill()  # the other rank may have ended already, as its connection broke
             process.join()
         assert _files(folder / "temporary") == set()
     left = _files(Path("/dev/shm")) - before

@@ -96,7 +96,7 @@ def test_python_that_starts_and_ends_the_process_group():
             assert not dist.is_initialized()
 
 
-# Words of the command line
+# Overrides of the command line
 
 BASE = (
     "data=text",
@@ -191,7 +191,7 @@ def execute(folder: Path, *words: str) -> str:
 
 
 def train(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
-    """The rows of metrics of the very words, on a text of ours."""
+    """Return the rows of metrics of exactly these overrides, on a text of this test."""
     small = ["data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.validate_every=0"]
     given = words_of(name, "parallel2d.train")
     execute(folder, "parallel2d.train", *given, *small, f"hydra.run.dir={name}", *words)

@@ -25,7 +25,7 @@ END = 256
 
 
 def run(path: Path, folder: Path, **options: Any) -> TokenStore:
-    """Prepares with one worker and nothing held out, unless ``options`` say otherwise."""
+    """Prepare with one worker and without a held-out part, unless ``options`` change it."""
     given = {"validation_fraction": 0.0, "workers": 1, **options}
     config = DataConfig(name="text", path=str(path), **given)
     with preparation.folder_lock(folder) as lock:
@@ -180,7 +180,7 @@ def test_any_tokenizer_json_gives_its_own_ids_and_end(tmp_path):
     expected = [*library.encode("the quick dog", add_special_tokens=False).ids, end]
     assert part.ids(0, part.tokens).tolist() == expected
     assert prepared.manifest["tokenizer"]["end_id"] == end
-    # Without an end in the vocabulary there is one id more, in the smallest type that holds it.
+    # A vocabulary without an end token gets one more id, in the smallest type that holds it.
     make_tokenizer(tmp_path / "none.json", [])
     manifest = run(
         tmp_path / "a.txt", tmp_path / "b", tokenizer=str(tmp_path / "none.json")
@@ -368,7 +368,7 @@ def test_a_kill_at_any_write_is_resumed_to_identical_shards(tmp_path, monkeypatc
     while _killed_at(event, path, folder := tmp_path / f"out-{event}"):
         kills += 1
         if (folder / store.MANIFEST).exists():
-            assert verify(folder) > 0  # published means whole
+            assert verify(folder) > 0  # a published shard is complete
         _killed_at(event // 2 + 1, path, folder)  # and once more while it resumes
         run(path, folder, validation_fraction=0.2)
         assert files(folder) == files(tmp_path / "whole"), event

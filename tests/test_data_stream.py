@@ -198,7 +198,7 @@ def test_mixture_weights_are_exact_in_every_window():
         chosen, local = schedule.locate(np.arange(3 * schedule.period))
         for component, weight in enumerate(schedule.weights):
             mine = chosen == component
-            # each component is read in order, none skipped
+            # each component is read in order, without a gap
             assert local[mine].tolist() == list(range(int(mine.sum())))
             before = np.concatenate([[0], np.cumsum(mine)])
             error = before - np.arange(len(before)) * weight / schedule.period

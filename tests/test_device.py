@@ -1,5 +1,5 @@
-"""Accelerators go through their device module: any kind works, one visible device per task, and
-none is left unused in silence.
+"""Accelerators are used through their device module: any kind works, one visible device per task,
+and an unused device is reported.
 """
 
 import os

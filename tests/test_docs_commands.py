@@ -16,7 +16,7 @@ from test_docs_words import is_elsewhere as is_composed_elsewhere
 PROGRAM = re.compile(
     r"^\s*(?:\w+ +)?python -m parallel2d\.(checkpoint|data|report|launch|preflight) .*"
 )
-# In the place of words that the reader chooses
+# Values in place of the reader's placeholders
 CHOSEN = {
     "RUN_DIR": "run",
     "RUN": "run",
@@ -39,7 +39,7 @@ ELSEWHERE = {
 
 
 def commands() -> dict[str, list[str]]:
-    """Page and command -> its words after ``python -m``."""
+    """Page and command -> its arguments after ``python -m``."""
     found = {}
     for page in PAGES:
         for line in lines_of(page):
@@ -112,7 +112,7 @@ SHORT = ["train.steps=3", "launch.nproc_per_node=4", "model.max_seq_len=128"]
 
 
 def jobs_of_pages() -> dict[str, list[str]]:
-    """Page and words -> words, of every job that needs nothing else."""
+    """Page and command -> overrides, of every job that needs no other files."""
     found = {}
     for page in PAGES:
         for line in lines_of(page):

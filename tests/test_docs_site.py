@@ -34,7 +34,7 @@ def site(tmp_path_factory):
     return out
 
 
-# Question -> words that its answer holds, in the section that the first page links.
+# Question -> words of its answer, in the section that the first page links.
 QUESTIONS = {
     "Which layout should I take?": "python -m parallel2d.plan",
     "Why was my mesh refused?": "mesh.allow_cross_node=true",

@@ -1,5 +1,5 @@
-"""The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values
-for the names that a reader brings.
+"""The Python blocks of README.md and docs/ run unchanged, most on two ranks, with small values for
+the names that a reader supplies.
 """
 
 import os
@@ -142,7 +142,7 @@ def test_snippets_were_found_and_every_skip_reason_is_needed():
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=first_line)
 def test_snippet_runs_on_ranks(ranks, folder, block):
-    # This one looks at the whole state, which other ranks do not have.
+    # This hook reads the full state, which other ranks do not have.
     is_of_rank0 = "full_state(model, optimizer)" in block[1]
     ranks.run(1 if is_of_rank0 else 2, run_block, str(folder), block[1])
 

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/ are accepted as they stand: their words compose and pass
+"""The commands of README.md and docs/ are accepted unchanged: their overrides compose and pass
 every check.
 """
 
@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 # The overrides of a job follow one of these commands.
 PROGRAM = re.compile(r"(?:python -m |-m |^)parallel2d[. ](?:train|certify|plan)(?= |$)")
-# In the place of words that the reader chooses
+# Values in place of the reader's placeholders
 ELLIPSES = ("...", "…", "<any", "overrides>", "[--list]")
 # Word -> why a command with it is not composed here
 ELSEWHERE = {

@@ -43,8 +43,8 @@ WORDS = (
     "precision=fp64",
     "scheduler=constant",
     "checkpoint.every=10",
-    # The last digits of sums depend on the layout, and training makes such a difference grow with
-    # every step: slowly at a small rate. A lost update would show by far.
+    # The last digits of sums depend on the layout, and training amplifies the difference with
+    # every step: slowly at a small rate. A lost update would be far larger.
     "optimizer.lr=1e-5",
 )
 
@@ -62,9 +62,11 @@ class Slowly(Hook):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. A node is taken for lost after 3 s of silence; both partitions are longer than that."""
+    """Time limits in seconds. A node has failed after 3 s without a heartbeat; both partitions are
+    longer.
+    """
 
-    timeout: int  # that a collective waits, and so the longest that a silent rank goes unnoticed
+    timeout: int  # limit of a collective, and thus the longest unnoticed failure of a rank
     short_partition: int  # ends before a collective gives up
     long_partition: int  # every collective has given up when it ends
     between: tuple[int, int]  # steps from one fault to the next: at least, and below
@@ -222,7 +224,7 @@ class Disturbed:
         return self._end_launcher(signal.SIGKILL, -signal.SIGKILL)
 
     def store_dies(self) -> float:
-        """It comes back empty, at the same address."""
+        """The store restarts empty, at the same address."""
         begin = time.monotonic()
         self.cluster.kill_store()
         time.sleep(3)
@@ -244,7 +246,7 @@ class Disturbed:
         return len(set(hosts))
 
     def finish(self) -> list[dict[str, object]]:
-        """Asked to stop: it saves, and every launcher says so."""
+        """Ask the job to stop: it saves, and every launcher logs the stop."""
         running = [node for node in range(2) if node != self.away]
         for node in running:
             self.job.send_signal(signal.SIGTERM, node)
@@ -331,7 +333,7 @@ def run(
 @pytest.mark.slow
 def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
-    # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again
+    # Node 1 joins late. Only a failed store ends all ranks; one node may find the store again
     # before the other.
     run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
 
@@ -350,7 +352,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 @pytest.mark.slow
 def test_ranks_ignoring_signals_end_after_a_failure_on_another_node(tmp_path):
-    """Such as ranks that wait for a lost one on an accelerator. The grace period is for planned ends."""
+    """Ranks that wait for a failed rank on an accelerator ignore signals. The grace period is for
+    planned ends.
+    """
     (tmp_path / "deaf.py").write_text(DEAF)
     words = ["launch.nnodes=2", "launch.insecure=true", "launch.max_restarts=2"]
     with Cluster(2, output=tmp_path / "logs") as cluster:

@@ -243,7 +243,7 @@ KINDS = {f.__name__: f for f in (manifest, header, saved, layout, rows, tokens)}
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """By kind: a folder to change copies of, made when first asked for."""
+    """Return by kind a folder to change copies of, made on the first request."""
 
     @functools.cache
     def made(kind: str) -> Path:

@@ -1,4 +1,4 @@
-"""The scripts for a GPU run on the CPU too, with a tiny model, so that they are right when there is a GPU."""
+"""The scripts for a GPU also run on the CPU, with a tiny model, so that they are correct on a GPU."""
 
 from pathlib import Path
 

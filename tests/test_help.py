@@ -33,7 +33,7 @@ def keys_of(config, prefix=""):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_has_a_one_line_help_text(family):
-    """Compared with the keys of a composed configuration, so that none can be left out."""
+    """The keys are those in a composed configuration, so that every key is covered."""
     config = compose(NEEDED.get(family, [])).config
     found = [part for part in sections() if part.family in ("", family)]
     documented = {each.key: each.summary for part in found for each in part.keys}

@@ -313,7 +313,9 @@ def samples(folder, run_dir, words, **arguments):
 
 
 def greedy(folder, run_dir, words):
-    """After the last step, from whole logits of rows without padding, as one would write it down."""
+    """Greedy decoding after the last step, from full logits of rows without padding, in the
+    plainest form.
+    """
     trainer = jobs.build(folder, run_dir, (*TRAINED, *words))
     trainer.run()
     trainer.recorder.close()

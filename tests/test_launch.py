@@ -200,9 +200,9 @@ def test_each_process_parses_the_config_and_resolves_the_mesh_once(tmp_path, lau
 
 @pytest.mark.slow
 def test_killed_workers_restart_and_resume(tmp_path):
-    """On one machine: SIGKILL of the server; from copies in memory the run ends with the losses
-    and batches of one that nothing happened to. Its sync method keeps state between steps: outer
-    momentum, residuals, a fragment on its way.
+    """SIGKILL of the server on one machine: from in-memory checkpoints the run ends with the
+    losses and batches of an undisturbed run. Its sync method keeps state between steps: outer
+    momentum, error feedback, a fragment in flight.
     """
     method = [
         "mesh.replicate=2",
@@ -317,8 +317,8 @@ def test_job_name_is_reusable_after_its_job_ended(server):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once;
-    ``wait_for(condition, *launchers)`` while these look.
+    """Functions of a job with frequent heartbeats: ``launcher(size)`` makes a launcher,
+    ``join(*launchers)`` joins at once, ``wait_for(condition, *launchers)`` waits while these poll.
     """
     monkeypatch.setattr(rounds, "_BEAT_S", 0.1)
     at, settings = (
@@ -348,7 +348,7 @@ def job(tmp_path, monkeypatch):
 
 def test_rendezvous_starts_at_max_nodes_or_last_call(job):
     gone = rounds.State(members=(rounds.Launcher("127.0.0.1", "gone", 1, 1, 1),))
-    job.rendezvous.store.set("parallel2d/beat/parallel2d/gone", "7")  # and never another one
+    job.rendezvous.store.set("parallel2d/beat/parallel2d/gone", "7")  # its heartbeat never changes
     job.rendezvous.store.set("parallel2d/round/parallel2d", json.dumps(gone))
     first, second, third = map(job.launcher, (2, 1, 2))
     job.join(first, second, third, call_s=1000.0)()
@@ -356,7 +356,7 @@ def test_rendezvous_starts_at_max_nodes_or_last_call(job):
     assert [*itertools.chain(*map(first.ranks_of, first.state.members))] == list(range(5))
     job.rendezvous.store.set(f"{first.state.prefix}of-a-rank", "1")
     third.__exit__()
-    job.join(first, second)()  # the one that is silent is not waited for
+    job.join(first, second)()  # the timed-out launcher is not waited for
     job.wait_for(lambda: third.state == first.state == second.state, third)
     assert [each.takes_part for each in (first, second, third)] == [True, True, False]
     assert not job.rendezvous.store.check([f"{third.state.old_prefix}of-a-rank"])
@@ -412,7 +412,9 @@ def silent_store(store_command, secret, monkeypatch):
     client.set("before", "here")
     process.send_signal(signal.SIGSTOP)
     wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-    monkeypatch.setattr(store_client, "_ANSWER_S", 1.0)  # how long its threads try when it is gone
+    monkeypatch.setattr(
+        store_client, "_ANSWER_S", 1.0
+    )  # time that its threads retry after it has ended
     threads = threading.enumerate()
     yield client
     process.kill()

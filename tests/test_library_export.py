@@ -101,7 +101,7 @@ def test_export_has_the_files_of_save_pretrained(tmp_path, kind, changes):
 
 
 def words(texts):
-    """A tokenizer.json of the library, of whole words."""
+    """Save a tokenizer.json of the library with a vocabulary of complete words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))

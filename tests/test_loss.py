@@ -1,5 +1,5 @@
-"""The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens,
-however they fall.
+"""The loss against torch's own, over the full and the split vocabulary; the mean over valid
+tokens, for any distribution over ranks.
 """
 
 import pytest

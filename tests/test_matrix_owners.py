@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, int | None]] = {
 
 
 def unusual_model(layout: str = "") -> nn.Module:
-    """Odd shapes, a frozen block, a tied embedding, a matrix of one row."""
+    """Unusual shapes, a frozen block, a tied embedding, a matrix of one row."""
     torch.manual_seed(0)
     inner = TENSOR_INNER if "tensor" in layout else 7
     model = Odd().double()

@@ -1,5 +1,5 @@
-"""Axis sizes, placement on hosts, refusals. No process group is needed for any of it, and one test
-proves it on real ranks.
+"""Axis sizes, placement on hosts, refusals. All tests but one, on real ranks, need no process
+group.
 """
 
 import pytest

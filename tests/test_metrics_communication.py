@@ -106,7 +106,7 @@ def build_small_llama(tensor: int, **changes: Any) -> tuple[Any, Any, Any]:
 
 
 def build_tied_llama(tensor: int) -> tuple[Any, Any, Any]:
-    """Tied, as the plan's words split it; every norm works on slices of the sequence."""
+    """A tied model, split by the patterns of the plan; every norm works on slices of the sequence."""
     model = training.build_llama(**LLAMA, tie_embeddings=True)
     words = {
         "layers.*.w[qkv13]": "colwise",
@@ -293,7 +293,7 @@ WAYS = {
 
 
 def wait_for_a_late_rank(way: str) -> list[float]:
-    """Calls, seconds and exposed seconds of an all-reduce for which rank 1 comes 2 s late."""
+    """Return calls, seconds and exposed seconds of an all-reduce that rank 1 joins 2 s late."""
     axis, reduce = WAYS[way]
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**{axis: 2}), "zero3")
     meter = CommunicationMeter(mesh).install()

@@ -1,4 +1,4 @@
-"""Measurements and records of real runs: whole jobs, started as people start them, and jobs on the
+"""Measurements and records of real runs: complete jobs, started with the command, and jobs on the
 ranks of the tests.
 """
 
@@ -99,7 +99,7 @@ def test_a_refused_start_leaves_the_records_of_a_good_run(trained):
             "strategy=hybrid",
             "model.n_layers=2",
         ),  # on the ranks: does not fit the checkpoint
-        ("mesh.replicate=3",),  # before there are any: does not fit them
+        ("mesh.replicate=3",),  # before the ranks start: does not fit their number
     ):
         refused = execute(place, *run, *words)
         assert refused.returncode == 2, refused.stderr
@@ -221,7 +221,7 @@ def train_without_room(folder, run_dir, fault):  # noqa: F811
         if fault == "deleted":
             shutil.rmtree(run_dir, ignore_errors=True)
         elif step == 2:
-            # A part of the next row fits, and not a whole event.
+            # A part of the next row fits, but not a complete event.
             end = os.path.getsize(os.path.join(run_dir, "metrics.jsonl"))
             resource.setrlimit(resource.RLIMIT_FSIZE, (end + 100, before[1]))
         else:

@@ -105,7 +105,7 @@ def _statistics_and_pickles():
     assert not said
     mean = (1 - 0.9**3) * model.linear(x).mean(0)
     assert torch.allclose(model.norm.running_mean, mean.detach(), rtol=1e-12, atol=0)
-    # A pickle of sharded tensors is warned of, once; copies and whole states are not.
+    # A pickle of sharded tensors gives one warning; copies and full states give none.
     model_calls.warn_of_parts.cache_clear()
     with logged("parallel2d", logging.WARNING) as said:
         copy.deepcopy(model.state_dict())
@@ -250,7 +250,7 @@ def test_arguments_of_wrong_type_give_one_clear_message(ranks):
 
 
 class Holder(nn.Module):
-    """A linear layer, and its weight or another parameter in a place that sharding does not know."""
+    """A linear layer that stores its weight or another parameter in a place unknown to sharding."""
 
     def __init__(self, place):
         super().__init__()

@@ -82,7 +82,7 @@ def build(kind: str, **changes: Any) -> nn.Module:
 
 
 def batch(kind: str, step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs by name and targets, of a whole global batch."""
+    """Return inputs by name and targets of a complete global batch."""
     generator = torch.Generator().manual_seed(step)
     if kind == "vit":
         images = torch.randn(BATCH, 3, 8, 8, generator=generator, dtype=torch.float64)

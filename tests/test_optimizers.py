@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
     "tensor": (4, {"replicate": 1, "shard": 2, "tensor": 2}, "hybrid"),
     "ddp": (2, {"replicate": 2}, "ddp"),
     "split": (4, {"replicate": 2, "shard": 2}, "hybrid_full"),
-    # 3 replicas divide none of the sizes
+    # 3 replicas divide none of the sizes evenly
     "split_uneven": (3, {"replicate": 3, "shard": 1}, "hybrid_full"),
     "split_tensor": (4, {"replicate": 2, "shard": 1, "tensor": 2}, "hybrid_full"),
 }
@@ -250,7 +250,7 @@ def test_the_rate_of_a_group_is_scaled_before_the_first_schedule_too():
     config = OptimizerConfig(lr=0.5, groups=[{"pattern": "*norm*", "lr_scale": 0.1}])
     optimizer = build_optimizer(build_llama(), config)
     assert sorted(group["lr"] for group in optimizer.param_groups) == [0.05, 0.5]
-    # So is one that a script sets.
+    # A learning rate that a script sets for a group is scaled too.
     config = OptimizerConfig("custom", lr=0.5, target="test_optimizers:of_two_rates")
     optimizer = build_optimizer(nn.Linear(2, 2), config)
     set_learning_rate(optimizer, 0.1)
@@ -273,7 +273,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
 
 
 def test_muon_without_blocks_asks_which_matrices_are_hidden():
-    # A row of parametrized layers is none of blocks.
+    # A row of parametrized layers does not count as repeated blocks.
     layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)]
     with pytest.raises(ConfigError, match="no repeated blocks"):
         build_optimizer(nn.Sequential(*layers), OPTIMIZERS["muon"])

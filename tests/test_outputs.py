@@ -1,5 +1,5 @@
-"""Modules that return views: a hook on such a tensor crashes torch, or is lost when its caller
-changes it in place.
+"""Modules that return views: a hook on the view crashes torch, or is lost when the caller changes
+the view in place.
 """
 
 import copy

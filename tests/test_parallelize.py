@@ -312,7 +312,9 @@ def test_meta_models_without_initializer_and_unequal_ranks_are_refused(ranks):
 
 
 def _mixed_norms(norm_types):
-    """By norm: as clipping returns it, of the whole gradient, and after clipping."""
+    """Return by kind of norm: the result of clipping, the norm of the unsharded gradient, and the
+    norm after clipping.
+    """
     mesh = build_mesh(MeshSpec(tensor=2), "hybrid")
     with build_on_meta():
         model = training.build_llama()

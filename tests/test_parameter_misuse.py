@@ -1,4 +1,4 @@
-"""Scripts that write to, swap or misuse parameters of a parallelized model are right, or refused
+"""Scripts that write to, swap or misuse parameters of a parallelized model are correct, or refused
 by name on every rank.
 """
 
@@ -174,7 +174,7 @@ class Misuse(Training):
 
     def number(self):
         self.step()
-        # With `ddp` every rank has all of it.
+        # With `ddp` every rank has the full parameter.
         value = float(self.model.head.weight.norm())
         assert value == pytest.approx(self.model.head.weight.full_tensor().norm().item())
 

@@ -1,9 +1,9 @@
-"""The heart: losses, gradient norms and weights do not depend on the layout, and equal plain
-PyTorch.
+"""Main parity tests: losses, gradient norms and weights do not depend on the layout, and equal
+plain PyTorch.
 
-The reference has none of our code in its loop: one process, the whole global batch, torch's cross-
-entropy and clipping. Targets are partly ignored, unevenly over the sequences, so that a mean of
-rank means would be seen.
+The reference has none of our code in its loop: one process, the full global batch, torch's cross-
+entropy and clipping. Some targets are ignored, unevenly over the sequences, so that a mean of rank
+means would be seen.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def pairwise(product: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 COVER = pairwise(FULL)
-# Of each strategy the case with the fewest collectives
+# The case with the fewest collectives for each strategy
 CHEAPEST = [
     min(
         (c for c in COVER if c[0] == s and c[2] == 1),
@@ -217,7 +217,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16_reduce_bf16": ({**LOW, "reduce": "bf16"}, LOW),
     "fp16": ({**LOW, "param": "fp16"}, LOW),
 }
-# Each on zero3, and in turn with replicas and with a tensor axis
+# Each on zero3, and alternately with replicas and with a tensor axis
 ON_LAYOUTS = [(field, "zero3") for field in FIELDS]
 for number, field in enumerate(FIELDS):
     other = ("hybrid", "tensor")[number % 2]

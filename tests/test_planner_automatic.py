@@ -1,4 +1,4 @@
-"""``strategy=auto``: a job runs in the layout that the planner finds for the ranks that there are."""
+"""``strategy=auto``: a job runs in the layout that the planner finds for its ranks."""
 
 import json
 
@@ -33,7 +33,7 @@ SPEEDS = (
     "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
 )
 PLENTY = "cluster.device.memory_gib=4"
-# Enough for a step of half the model, and not for one of the whole.
+# Enough for a step of half the model, but not of the full model.
 LITTLE = "cluster.device.memory_gib=0.0016"
 
 

@@ -76,7 +76,7 @@ def test_a_fit_finds_latency_and_bandwidth():
     found = fit_link(samples(2e-4, 1e8))
     assert found.latency_s == pytest.approx(2e-4)
     assert found.bytes_per_s == pytest.approx(1e8)
-    # A latency below nothing is none.
+    # A negative latency is fitted as zero.
     early = [each._replace(seconds=each.link_bytes / 1e8 - 1e-5) for each in samples(0, 1)]
     assert fit_link(early).latency_s == 0
     # Disturbed measurements do not move a fit.

@@ -156,5 +156,5 @@ def test_the_loss_in_chunks_lowers_the_predicted_peak():
         costs = JobCosts(config)
         peaks.append(costs.with_peak(config, costs.cost(config)).predicted.peak)
     logits = 8 * 128 * 32768 * 4
-    # The logits and their gradient, and the gradient of the head's weight comes in their place.
+    # The logits and their gradient, later replaced by the gradient of the head's weight.
     assert peaks[0] - peaks[1] > logits

@@ -1,4 +1,6 @@
-"""The model of time: links, collectives, failures. Figures of others are the judges where there are any."""
+"""The model of time: links, collectives, failures. Published figures are the reference where they
+exist.
+"""
 
 import functools
 
@@ -254,7 +256,7 @@ def test_network_and_sent_bytes_set_the_exposed_time():
     assert hybrid.replicate > narrow > rare > 0
     delayed = ("sync=diloco", "sync.every=100", "sync.fragments=4", "sync.delay=25")
     assert estimate(*HYBRID, *delayed).seconds.replicate == 0
-    # Split updates send as much and hide half of it; a quarter of the rows is updated.
+    # Split updates send as much and hide half of the traffic; a quarter of the rows is updated.
     split = estimate(*FOUR_NODES, "strategy=hybrid_full").seconds
     assert split.replicate > hybrid.replicate
     assert split.update == pytest.approx(hybrid.update / 4, rel=0.01)
@@ -310,7 +312,7 @@ def test_unknown_figures_are_named(words, lacking):
 def test_every_collective_of_the_tensor_axis_costs_its_latency():
     alone = estimate(*TENSOR).seconds.tensor
     waiting = estimate(*TENSOR, "cluster.inside_node.latency_us=103.4").seconds.tensor
-    # 100 microseconds more for each time that a ring of two is gone round.
+    # 100 microseconds more for each pass around a ring of two.
     passes = (waiting - alone) / 100e-6
     assert passes == pytest.approx(round(passes))
     assert passes > 4 * 10  # four of them at least in each block, forward and backward

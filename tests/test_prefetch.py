@@ -43,9 +43,9 @@ def _build(prefetch, strategy="zero3"):
 
 
 def _issued(prefetch):
-    """For each layer's compute in a step after the first: which layers' gathers had been issued by
-    then, forward and backward; and how many layers were whole, or on their way, at once while a
-    layer ran forward.
+    """Return for each layer's compute in a step after the first: the layers whose all-gathers had
+    been issued by then, forward and backward; and the number of layers that were unsharded, or in
+    flight, at once while a layer ran forward.
     """
     model = _build(prefetch)
     x = torch.ones(2, 4, requires_grad=True)

@@ -292,7 +292,7 @@ def test_daemonic_launcher_has_its_own_server_and_ranks_may_fork():
 def test_rank_of_an_ended_server_is_reported_as_failed():
     start("").wait(60)
     running = rank_processes._servers[0]
-    running.process.send_signal(signal.SIGSTOP)  # it does not end before it is asked
+    running.process.send_signal(signal.SIGSTOP)  # it does not end before the request
     running.socket.close()
     running.socket, nobody = socket.socketpair()
     nobody.close()

@@ -1,4 +1,6 @@
-"""Replicas that come and go while the others train, on one machine; several nodes are in `test_faults`."""
+"""Replicas that fail and rejoin while the others train, on one machine; several nodes are in
+`test_faults`.
+"""
 
 import contextlib
 import functools
@@ -88,7 +90,7 @@ def training(folder, *words, hooks=SLOWLY):
 
 
 def rows_so_far(folder, newest=0):
-    """The rows that are whole; of the ``newest`` lines, 0: of all."""
+    """Return the complete rows; of the ``newest`` lines, or of all lines for 0."""
     path = folder / "run/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines[-newest:] if line.endswith("\n")]
@@ -111,7 +113,7 @@ def differs(folder, *words):
 
 def kill(job, *victims):
     for process in psutil.Process(job.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if process.name() in [f"rank {each}" for each in victims]:
                 process.kill()
 
@@ -242,7 +244,7 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, comm
 @pytest.mark.parametrize("communicator", ["gloo", "Hanging", "Revoking"], indirect=True)
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
 def test_ranks_killed_at_random_keep_the_losses(tmp_path, communicator, strategy):
-    """PARALLEL2D_KILLS (100) of them; with ddp also while another comes back."""
+    """PARALLEL2D_KILLS (100) of them; with ddp also while another replica rejoins."""
     shards = {"ddp": 1, "hybrid": 2}[strategy]
     words = ["launch.nproc_per_node=4", "optimizer=sgd"]
     if strategy == "ddp":

@@ -132,7 +132,7 @@ def test_report_of_a_folder_covers_its_runs(folder, capsys):
     assert "omitted: " in told.err
     assert "sweep/0/metrics.jsonl: no finished step in it" in told.err
     assert told.out.split() == [str(folder / "report.md")]
-    # Named by itself it is an error, and where no other is left.
+    # Named alone or as the only run it is an error.
     assert command.main([str(folder / "sweep" / "0"), "--markdown"]) == 2
     assert command.main([str(folder / "sweep"), "--markdown"]) == 2
 
@@ -225,7 +225,7 @@ def test_each_layout_of_a_run_has_separate_rows(folder):
     found = tables(read(folder))
     hybrid = [each for each in found["Runs"] if each["run"].startswith("hybrid")]
     assert [each["mesh"] for each in hybrid] == ["2 x 2 x 1", "1 x 2 x 1"]
-    # Of the seconds since the row before: 10 steps, 0.08 of 0.2 s of each useful
+    # Fractions of the seconds since the previous row: 10 steps, 0.08 of 0.2 s of each useful
     assert [each["goodput"] for each in hybrid] == ["38.1%", "40.0%"]
     beside = {(each["run"], each["mean"]): each for each in found["Measured and predicted"]}
     assert beside["hybrid: steps 21 to 30", "time of a step"]["difference"] == "+25.00%"
@@ -301,7 +301,7 @@ def test_measured_and_predicted_bytes_are_shown(folder):
     assert moved["replicate, predicted"] == [1.0, 1.0, 0.0, 0.0]
 
 
-# Right edges of all that is not in a box that scrolls by itself
+# Right edges of all elements outside of a scrolling box
 OVERFLOWING = """[...document.querySelectorAll('body *')]
   .filter(each => each.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .filter(each => !each.closest('.table')).map(each => each.outerHTML.slice(0, 80))"""
@@ -345,7 +345,7 @@ def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
             assert browser.ask(OVERFLOWING) == []
             assert browser.ask(CUT) == []
         assert browser.ask("performance.getEntriesByType('resource').length") == 0
-        # None that sends the data to a service
+        # No button sends the data to a service
         assert browser.ask(BUTTONS) == ["Download plot as a PNG", "Zoom", "Pan", "Reset axes"]
         assert browser.ask(X) == 30
         browser.ask(CHOOSE.format(0))

@@ -1,4 +1,4 @@
-"""Each kind of sentence of a report: runs that it is true of, and runs that it is not said of."""
+"""Each kind of finding of a report: runs where it is true, and runs where it is not reported."""
 
 import math
 
@@ -30,7 +30,7 @@ ONE, OTHER = run("a", loss=FALLING), run("b", loss=NEAR)
 
 
 def assert_said(sentences, words):
-    """One sentence that contains ``words``; none at all where they are empty."""
+    """Assert that one finding contains ``words``; no finding if they are empty."""
     if not words:
         assert sentences == []
         return

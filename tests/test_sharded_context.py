@@ -111,8 +111,8 @@ class Critic(nn.Module):
 
 
 def weights_of_critics(draws):
-    """The first weights of two critics that are built in one context, and of a copy of the second
-    where its initializers set all of it.
+    """Return the first weights of two critics built in one context, and of a copy of the second if
+    its initializers set all weights.
     """
     mesh = build_mesh(MeshSpec(), "zero3")
     torch.manual_seed(0)

@@ -157,8 +157,8 @@ def test_signal_saves_and_requeues_and_the_next_start_resumes(folder):
 
 @pytest.mark.soak
 def test_launchers_on_two_nodes_save_requeue_and_resume(folder):
-    """Both nodes are this machine: two launchers with a rank each, which meet where others could,
-    as launchers refuse loopback.
+    """Both nodes are this machine: two launchers with a rank each, at an address that others could
+    reach, as launchers refuse loopback.
     """
     addresses = [each.address for each in list_interfaces() if not is_loopback(each.address)]
     address = next((each for each in addresses if ":" not in each), None)
@@ -196,7 +196,7 @@ SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_tasks_receive_sigusr1_with_time_to_save(folder, number):
-    # the second comes while they save
+    # the second signal arrives while they save
     code, log, notes = run_stand_in(folder, SAVES, (number, number))
     assert code == 75
     assert notes.startswith("requeue ")
@@ -226,7 +226,7 @@ def test_launchers_of_several_nodes_use_the_first_node_and_are_not_ranks(folder,
     words = [line for line in log.splitlines() if line.startswith("words -m parallel2d.train")]
     assert len(words) == nodes
     for line in words:
-        # The train command refuses words about several nodes on one.
+        # The train command refuses keys for several nodes on a single node.
         assert ("launch.nnodes=2 launch.rdzv_endpoint=gpu7:20017" in line) is (nodes == 2)
         assert ("launch." in line) is (nodes == 2)
         assert f"hydra.run.dir={folder}/runs/test-17 data=text" in line

@@ -319,7 +319,7 @@ def test_malformed_requests_are_answered(server, client):
         client.add("text", 1)
     server.close()
     with pytest.raises(dist.DistNetworkError, match="the store at .*connection"):
-        client.get("text")  # it has ended, and is not late
+        client.get("text")  # the store has ended, and is not late
 
 
 @on_both
@@ -380,7 +380,7 @@ def test_replayed_proofs_and_frames_are_refused(server, client):
 
 
 def test_two_hundred_forged_frames_are_refused(server, client):
-    """Forged, replayed and cut frames: each ends its connection, and none is carried out."""
+    """Forged, replayed and cut frames: each ends its connection, and no frame is executed."""
     random.seed(1)
     client.set("count", "0")
     for number in range(200):

@@ -160,8 +160,8 @@ def unchanged(name: str) -> Result:
 
 
 def mutants_of(name: str) -> list[Site]:
-    """Each stream operation by its line and caller, and each line that has several callers, with
-    all of them.
+    """Return each stream operation by its line and caller, and each line with several callers
+    together with all of them.
     """
     sites = unchanged(name).sites
     callers = Counter(site.line for site in sites)

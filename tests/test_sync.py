@@ -383,7 +383,9 @@ def test_two_models_share_a_loss(ranks):
 
 
 class Uneven(Case):
-    """Parameters that two shard ranks divide unevenly, in blocks that replica 1 skips; and two ways in."""
+    """Parameters that two shard ranks divide unevenly, in blocks that replica 1 skips; and two
+    entry points.
+    """
 
     widths = (3, 5)
 

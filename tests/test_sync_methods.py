@@ -494,7 +494,9 @@ def test_rows_scaled_by_the_user_keep_their_rounding_error(ranks, how):
 
 
 def _dropped(strategy):
-    """The norm of a batch after another one was dropped before it was reduced over the replicas."""
+    """Return the norm of a batch after another batch was dropped before its reduction over the
+    replicas.
+    """
     model, optimizer = _trained_model(strategy, {})
     with parallel2d.no_sync(model):
         (1000 * sync_runs.loss_of(model, sync_runs.batch_of(1))).backward()
@@ -571,7 +573,7 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
     (_stepped_in_no_sync, "ddp", {}, r"gradients from no_sync\(\) only"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
-    # it would write over replicas that differ
+    # it would overwrite replicas that differ
     (_looked_at_from_rank_0, "ddp", {"name": "diloco"}, "use writeback=False"),
 ])  # fmt: skip
 def test_a_mistake_in_a_loop_is_an_error(ranks, mistake, strategy, sync, message):

@@ -21,7 +21,7 @@ SIZES = {
     "hybrid_full": {"replicate": 2, "shard": 2},
     "ddp": {"replicate": 4, "shard": 1},
 }
-# By name the jobs of a process: a strategy, sizes of the mesh
+# Jobs of a process by name: a strategy, sizes of the mesh
 JOBS = {
     "short": [("hybrid_full", {"replicate": 2, "shard": 1})],
     "strategies": list(SIZES.items()),
@@ -47,7 +47,7 @@ def identities():
     kinds = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
     for kind in (DTensor, torch.Tensor, nn.Module, nn.Linear, torch.cuda.Stream, dist.Work, *kinds):
         for name in dir(kind):
-            # The cache of abstract classes and the like is made when it is asked for.
+            # torch makes the cache of abstract classes and similar objects on the first request.
             if not name.startswith("_") or name in ("__reduce_ex__", "__getattr__", "__init__"):
                 found[f"{kind.__name__}.{name}"] = inspect.getattr_static(kind, name)
     found["handlers"] = frozenset(DTensor._op_dispatcher._custom_op_handlers)

@@ -173,7 +173,7 @@ def test_epochs_set_the_steps_from_the_size_of_the_data(ranks, folder, end, coun
     batches = [stream.read(range(first, first + batch)) for first in range(0, steps * batch, batch)]
     assert [row["data/batch_hash"] for row in rows] == [each.hash for each in batches]
     assert rows[-1]["tokens"] == sum(each.valid_tokens for each in batches)
-    # The learning rate is at its floor in the last step, as the schedule says.
+    # The learning rate is at its floor in the last step, as the schedule defines.
     assert rows[-1]["learning_rate"] == pytest.approx(0.001)
 
 

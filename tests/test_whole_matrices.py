@@ -101,7 +101,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Matrices of equal shapes, one that 2 and 3 ranks do not divide, four dims, one, and none."""
+    """Matrices of equal shapes, a matrix that 2 and 3 ranks do not divide, and parameters of four
+    dims, one dim, and no dims.
+    """
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -181,7 +183,7 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
     steps(model, optimizer, mesh, 3 if resumes else 1, 4 if resumes else 2)
     if not resumes:
         for parameter in optimizer.param_groups[0]["params"]:
-            assert not optimizer.state[parameter]  # it is with the owners
+            assert not optimizer.state[parameter]  # the owners have it
         checkpointer.save_if_due(2, {})
     checkpointer.finish()
     state = parallel2d.full_state(model, optimizer, rank0_only=False, key_by="id")["optimizer"]
@@ -289,7 +291,7 @@ def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
         optimizer._inner.state["count"] = 1
     with pytest.raises(parallel2d.ConfigError, match="count in the optimizer's state cannot be"):
         optimizer.state_dict()
-    # Whole state that torch's own optimizers load is cut.
+    # A full state that torch's own optimizers load is sharded.
     mesh, model = sharded("hybrid")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # The ranks share its memory.

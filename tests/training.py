@@ -107,7 +107,7 @@ def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(
         parallel2d.updated_parameters(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    # A plain model has none.
+    # A plain model has no engine.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)
     return optimizer
@@ -279,8 +279,8 @@ def reference_in(
     """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision``
     names.
 
-    The batch goes through in as many parts as there are data ranks. Each computes with a copy of
-    the weights in ``param``; its gradients are cast to ``reduce``, averaged over shards, then over
+    The batch is divided into as many parts as data ranks. Each part computes with a copy of the
+    weights in ``param``; its gradients are cast to ``reduce``, averaged over shards, then over
     replicas (one or two), and cast to ``storage``.
     """
     storage, reduce = DTYPES[precision.storage], DTYPES[precision.reduce]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 TIMEOUT = 240.0  # seconds a test may take on the workers before they are ended
-GRACE_S = 10.0  # for the answers of others, once a rank has failed
+GRACE_S = 10.0  # limit for the answers of the other ranks, once a rank has failed
 
 
 def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
@@ -59,11 +59,11 @@ def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
 
 class MeshGroups:
     """The process groups of meshes, made once per pool and set of ranks: equal meshes of later
-    tests get the same ones.
+    tests get the same groups.
 
-    Making them costs as much as a small test. Groups that a test made itself are ended before the
-    next one: each has a thread that wakes up a hundred times a second. So are all groups after a
-    test that failed.
+    A new group costs as much as a small test. Groups that a test made directly are ended before
+    the next test: each has a thread that wakes up a hundred times a second. After a failed test
+    all groups are ended.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class MeshGroups:
         return self.kept[key]
 
     def forget_others(self) -> None:
-        """Ends the groups that are not kept. All ranks have answered by now, so none is inside a
-        collective.
+        """End the groups that are not cached. All ranks have answered by now, so no rank is inside
+        a collective.
         """
         import torch.distributed as dist
 
@@ -179,7 +179,7 @@ class Pool:
                     kind, value = connection.recv()
                 except EOFError:
                     kind, value = "error", ("EOFError", "the worker process ended", "")
-                    self.processes[rank].join(timeout=60)  # its exit code comes a moment later
+                    self.processes[rank].join(timeout=60)  # its exit code arrives a moment later
                 if kind == "error":
                     # An ended rank is the cause of the exceptions of the other ranks, in any order
                     # of arrival.

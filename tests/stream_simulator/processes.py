@@ -105,7 +105,7 @@ def _run_rank(
         os._exit(1)
     import torch.distributed as dist
 
-    dist.barrier()  # no rank leaves while another one needs it
+    dist.barrier()  # no rank exits while another rank needs it
     os._exit(0)
 
 
@@ -136,7 +136,7 @@ def _call(
     )
     from parallel2d.parallel.sync.formats import fused_quantize
 
-    # Triton comes with torch's builds for CUDA, which these devices stand for.
+    # Triton is a part of torch's builds for CUDA, which these devices stand for.
     fused_quantize.has_triton = lambda: True
     value = function(simulator, *args)
     simulator.active = False

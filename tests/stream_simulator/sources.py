@@ -40,7 +40,7 @@ class Caller(NamedTuple):
     source: str
     # The path of the file below its entry of `sys.path`
     file: str
-    # The frames in words
+    # The frames as text
     place: str
 
     @property
