@@ -237,15 +237,24 @@ class FSDPGroup:
                 gradient = parameter.take_whole()
                 parameter.set_whole(parameter.zeros() if gradient is None else gradient)
 
-    def set_dtypes(self, wide: torch.dtype, wire: torch.dtype, shard_ranks: int) -> None:
+    def set_dtypes(
+        self,
+        wide: torch.dtype,
+        wire: torch.dtype,
+        shard_ranks: int,
+        final: torch.dtype | None = None,
+    ) -> None:
         """Add gradients in ``wide``, or the dtype in which parameters are stored if that is wider,
-        and send them in ``wire`` over the shard axis.
+        and send them in ``wire`` over the shard axis. Reduced gradients get the dtype ``final``;
+        None: that of the parameter.
 
         torch adds partial sums in the dtype in which parameters are stored, or that of the wire
         (pytorch issue 194628), and has no setting for either. Raises `ConfigError` for trained
         parameters of several dtypes.
         """
         self.wire = wire
+        for parameter in self.parameters:
+            parameter.final = final
         stored = self._stored_dtype()
         if stored is None:
             return
@@ -346,6 +355,8 @@ class FSDPParameter:
         self._taken: dict[int, Any] = {}
         # The dtype in which gradients are added, if it is not the parameter's
         self.wide: torch.dtype | None = None
+        # The dtype of reduced gradients, if it is not the parameter's
+        self.final: torch.dtype | None = None
         # The sharded parameter whose gradient may have any dtype
         self._any_dtype: nn.Parameter | None = None
         # The position of this rank's first value in the whole parameter, flattened
@@ -366,6 +377,14 @@ class FSDPParameter:
     def gradient_dtype(self) -> torch.dtype:
         """In which its gradients are added. The model may have been cast since it was sharded."""
         return self.wide or part_of(self.sharded).dtype
+
+    @property
+    def final_dtype(self) -> torch.dtype:
+        """The dtype of its reduced gradient, which the optimizer gets."""
+        stored = part_of(self.sharded).dtype
+        if self.final is None:
+            return stored
+        return self.final.to_complex() if stored.is_complex else self.final
 
     @property
     def gathered(self) -> nn.Parameter | None:
@@ -493,10 +512,20 @@ class FSDPParameter:
         if local is not None and local.dtype != dtype:
             self.set_gradient(local.to(dtype))
 
+    def finish_dtype(self) -> None:
+        """Cast the reduced gradient to `final_dtype`."""
+        if self._has_other_dtypes:
+            self.cast_gradient(self.final_dtype)
+
+    @property
+    def _has_other_dtypes(self) -> bool:
+        """True if gradients may have another dtype than the parameter."""
+        return self.wide is not None or self.final is not None
+
     def allow_any_dtype(self) -> None:
         """Let gradients have another dtype than the sharded parameter."""
         sharded = self._parameter.sharded_param
-        if self.wide is not None and sharded is not self._any_dtype:
+        if self._has_other_dtypes and sharded is not self._any_dtype:
             sharded.grad_dtype = None
             self._any_dtype = sharded
 

@@ -9,22 +9,27 @@ import fnmatch
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain, filterfalse
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
+    _RECOMPUTE,
     CheckpointPolicy,
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
+    _VersionWrapper,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 from parallel2d.base.config import ActivationCheckpointingConfig
 from parallel2d.base.errors import ConfigError, nearest_words
+from parallel2d.parallel.fsdp_internals.sharded_model import collect_grad_tensors
+from parallel2d.parallel.fsdp_internals.tensors import storage_of, version_of
 from parallel2d.parallel.model_structure import find_blocks
 
 # Operators of these namespaces are named without it.
@@ -54,20 +59,118 @@ def checkpoint_activations(
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
         policy = functools.partial(_keep, kept_operators(config.keep))
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    for _, block in blocks[:: config.every]:
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+    for name, block in blocks[:: config.every]:
+        if config.name == "selective":
+            options["context_fn"] = functools.partial(_contexts, name, policy)
+        run = functools.partial(_run, name, block.forward)
+        block.forward = functools.partial(checkpoint, run, **options)
     return model
+
+
+def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of the block ``name``, which a checkpoint runs and computes again."""
+    # Compiled blocks contain no changes in place.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    before = list(map(version_of, given))
+    output = forward(*args, **kwargs)
+    # Torch finds this in the backward pass, and not for arguments that are given by name.
+    if before != list(map(version_of, given)):
+        raise RuntimeError(
+            f"{name} changes an argument in place, and activation_checkpointing computes it again "
+            "from its arguments: change a copy (x = x + y in the place of x += y)"
+        )
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _KeepingMode):
+            mode.forget(collect_grad_tensors(output))
+    return output
 
 
 def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """The policy of ``selective``, which torch calls for each operator that a block runs."""
-    # The name of an operator ends with that of its overload: aten::add.Tensor.
-    if operator.name().partition(".")[0] in kept:
+    # The name of an operator ends with that of its overload: aten::add.Tensor. An overload that
+    # writes to an argument has to write again.
+    if operator.name().partition(".")[0] in kept and not _is_mutable(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(name: str, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+    """The context of the forward of the block ``name``, and that of its recomputation."""
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    return _KeepingMode(name, policy, forward.storage), recomputation
+
+
+class _KeepingMode(_CachingTorchDispatchMode):
+    """Keeps results as their operators have returned them.
+
+    Torch keeps an alias of a result, and misses changes in place where the block has only a view
+    of it, such as the output of `F.linear` for three dims: the recomputation would repeat a change
+    that the alias has already. So a result that is about to be changed is copied first. That takes
+    as much memory as the same block without changes in place.
+    """
+
+    def __init__(self, name: str, policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
+        super().__init__(policy, storage)
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_mutable(func) and not torch.compiler.is_compiling():
+            if func.name().startswith("aten::_foreach_"):
+                self._refuse_lost_gradients(func, args)
+            written = _written(func, args, kwargs or {})
+            self._replace(written, lambda result: _VersionWrapper(result.val.clone()))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
+        """Raises RuntimeError for tensors that are trained: under any dispatch mode torch loses a
+        part of the gradients of changes of many tensors at once."""
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            raise RuntimeError(
+                f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
+                "gradients with activation_checkpointing=selective: change the tensors one by one, "
+                "or use activation_checkpointing=full"
+            )
+
+    def forget(self, outputs: Sequence[Tensor]) -> None:
+        """Let results be computed again that are among ``outputs`` of the block, which its caller
+        may change. Mostly the recomputation ends before them."""
+        self._replace(outputs, lambda _: _RECOMPUTE)
+
+    def _replace(self, tensors: Sequence[Tensor], replacement: Callable[[Any], Any]) -> None:
+        """Replace the kept results that share memory with ``tensors``."""
+        storages = {storage_of(tensor) for tensor in tensors}
+
+        def replace(result: Any) -> Any:
+            is_shared = isinstance(result.val, Tensor) and storage_of(result.val) in storages
+            return replacement(result) if is_shared else result
+
+        for results in self.storage.values():
+            for number, kept in results.items():
+                found = tree_map_only(_VersionWrapper, replace, kept)
+                # An operator with several results runs as a whole.
+                results[number] = _RECOMPUTE if _RECOMPUTE in tree_leaves(found) else found
+
+
+def _is_mutable(operator: Any) -> bool:
+    """True if ``operator`` writes to an argument."""
+    # Higher-order operators have no schema.
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors to which ``operator`` writes."""
+    found: list[Any] = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += tree_leaves(given)
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig) -> nn.Module:
@@ -118,13 +221,15 @@ def kept_operators(patterns: Sequence[str]) -> frozenset[str]:
                 f"activation_checkpointing.keep: no operator is called {pattern}; {advice}"
             )
         matches = chain.from_iterable(operators[name] for name in names)
-        visible = set(filterfalse(_is_composite, matches))
+        # Those with names that end with an underscore change an argument.
+        visible = {name for name in matches if not (name.endswith("_") or _is_composite(name))}
         # One that is seen is enough: a pattern such as scaled_dot_product_* matches both kinds.
         if not visible:
             raise ConfigError(
-                f"activation_checkpointing.keep: {pattern} is computed as other operators, and "
-                "only their results can be kept: name those (matrix products are mm, bmm and "
-                "addmm, attention is scaled_dot_product_*)"
+                f"activation_checkpointing.keep: {pattern} is computed as other operators, or "
+                "changes an argument in place, and only results can be kept: name the operators "
+                "that compute them (matrix products are mm, bmm and addmm, attention is "
+                "scaled_dot_product_*)"
             )
         found |= visible
     return frozenset(found)

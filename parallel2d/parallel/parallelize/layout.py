@@ -286,8 +286,10 @@ class _Collector:
                 policy = MixedPrecisionPolicy(fp32, fp32, output_dtype=precision.param)
             named = tuple(names[id(module)] for module in modules)
             yield LayoutGroup(named, policy, self._take(modules, policy))
-        # Sharding makes one group of what is left, at the root.
-        policy = precision.policy
+        # Sharding makes one group of what is left, at the root, and casts only inputs of groups
+        # whose policy has a dtype. Inputs of blocks stay as the model computes them where `param`
+        # equals `storage`, as in one process.
+        policy = replace(precision.policy, param_dtype=precision.param)
         if precision.output is not None:
             policy = replace(policy, output_dtype=precision.output)
         yield LayoutGroup(("",), policy, self._take([model], policy))
@@ -318,7 +320,12 @@ class _Collector:
         # reduced as autograd made them.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
+        # Those without a fractional part, and complex ones, are never cast.
+        if not stored.is_floating_point:
+            gathered = stored
         reduced = policy.reduce_dtype or gathered
+        # `Scalar` casts gradients to the dtype of the parameter.
+        keeps_reduced = self.precision.keep_reduced and not stays_whole(parameter)
         return ParameterShape(
             shape=tuple(local),
             whole=tuple(parameter.shape),
@@ -326,19 +333,8 @@ class _Collector:
             stored=stored.itemsize,
             gathered=gathered.itemsize,
             reduced=reduced.itemsize,
-            gradient=self._gradient_dtype(parameter, stored).itemsize,
+            gradient=(reduced if keeps_reduced else stored).itemsize,
             is_trained=parameter.requires_grad,
             by_muon=self.names[parameter] in self.muon,
             is_hidden=self.names[parameter] in self.hidden,
         )
-
-    def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
-        # `Scalar` casts gradients to the dtype of the parameter.
-        if stays_whole(parameter):
-            return stored
-        precision = self.precision
-        kept = precision.reduce if precision.keep_reduced else precision.storage
-        if kept != precision.sums:
-            return kept
-        return torch.promote_types(precision.sums, stored)

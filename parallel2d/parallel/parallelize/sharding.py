@@ -126,17 +126,16 @@ def synchronize(
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         wire = torch.float32 if in_fp32 else precision.reduce
-        group.set_dtypes(precision.sums, wire, shard_ranks)
+        final = wire if precision.keep_reduced else None
+        group.set_dtypes(precision.sums, wire, shard_ranks, final)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank nothing is gathered or reduced over the shard axis.
     order = _order_of(mesh, topology) if shard_ranks > 1 else None
-    kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = ReplicaReducer(
         mesh,
         groups,
         layout.method,
-        final_dtype=kept if kept != precision.sums else None,
         scalars=scalars,
         order=order,
         seed=seed,

@@ -21,7 +21,7 @@ from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.parallelize.layout import SampleShape
-from parallel2d.parallel.parallelize.precision import DTYPES, input_dtype
+from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.batch import IGNORED, Batch
 from parallel2d.training.data.own_data import TARGET_NAMES
@@ -75,7 +75,6 @@ class ModelLoss:
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
                     f"loss, which this does not reach; omit train.{key}"
                 )
-        self._dtype = input_dtype(config.precision)
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
         self.chunked_head: ChunkedHead | None = None  # computes the sum in its place
 
@@ -102,7 +101,6 @@ class ModelLoss:
         self, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with: inputs in a dict by name, others in order."""
-        inputs, targets = tree_map_only(Tensor, self._cast, (inputs, targets))
         named = self._named(inputs, targets)
         if isinstance(inputs, Mapping):
             return (), {**named, **inputs}
@@ -125,13 +123,6 @@ class ModelLoss:
         if self._targets is None or targets is None or is_full:
             return {}
         return {self._targets: targets}
-
-    def _cast(self, value: Tensor) -> Tensor:
-        # Sharding casts inputs where it computes in another dtype than it stores; where both are
-        # the same it casts nothing.
-        if self._dtype is not None and value.is_floating_point():
-            return value.to(self._dtype)
-        return value
 
     def value(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
         """What a micro-batch is trained on, before anything is known of what it is divided by."""

@@ -134,11 +134,10 @@ class GroupGradients:
             self.group.reduce_late()
             self._has_ended = False
 
-    def complete(self, dtype: torch.dtype | None) -> None:
-        """Its gradients are the means over all data ranks by now: casts them to ``dtype``."""
-        if dtype is not None:
-            for parameter in self.group.trained:
-                parameter.cast_gradient(dtype)
+    def complete(self) -> None:
+        """Cast gradients, which are means over all data ranks, to the dtype of the optimizer."""
+        for parameter in self.group.trained:
+            parameter.finish_dtype()
         self.state = ReduceState.AVERAGED
 
     def reset(self) -> None:

@@ -73,7 +73,6 @@ class ReplicaReducer:
     Args:
         groups: in the order in which backward ends them.
         method: of synchronization over the replicate axis.
-        final_dtype: dtype of reduced gradients; None: that in which they are added.
         scalars: parameters that are replicated on every rank.
         order: None where nothing is gathered or reduced over the shard axis.
         seed: for random rounding.
@@ -86,7 +85,6 @@ class ReplicaReducer:
         groups: Sequence[FSDPGroup],
         method: SyncMethod,
         *,
-        final_dtype: torch.dtype | None,
         scalars: Sequence[ScalarGradient] = (),
         order: IssueOrder | None = None,
         seed: int = 0,
@@ -95,7 +93,6 @@ class ReplicaReducer:
         self.groups = groups
         self.method = method
         self._device_type = mesh.device_type
-        self._final_dtype = final_dtype
         self._scalars = scalars
         self._order = order
         self._state = BatchState.AGREED
@@ -110,7 +107,7 @@ class ReplicaReducer:
         self.buckets: BucketQueue | None = None
         if method.crosses:
             group = own_replicate_group(mesh)
-            replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype, hidden)
+            replicated = ReplicatedModel(mesh, group, groups, self.keys, hidden)
             self.updates, reduction_for = method.start(replicated)
             if reduction_for is not None:
                 self.buckets = BucketQueue(
@@ -186,6 +183,9 @@ class ReplicaReducer:
 
     def end_backward(self) -> None:
         """Called at the end of every backward pass."""
+        # Where the next forward is another method than the model's own; see
+        # `GatheredParameters.begin`.
+        torch.clear_autocast_cache()
         for each in self.gradients:
             each.end_backward()
         if any(group.crosses_replicas for group in self.groups):
@@ -214,7 +214,7 @@ class ReplicaReducer:
             self.buckets.finish()
         self._join_streams()
         for each in self.gradients:
-            each.complete(self._final_dtype)
+            each.complete()
         if self.buckets is not None:
             self.buckets.forget_buckets()
         self._state = BatchState.REDUCED

@@ -132,7 +132,6 @@ class ReplicatedModel(NamedTuple):
     group: dist.ProcessGroup  # of the replicas
     groups: Sequence[FSDPGroup]  # of the parameters, in the order in which backward ends them
     keys: RoundingKeys  # of stochastic rounding
-    gradient_dtype: torch.dtype | None  # of reduced gradients; None: the dtype of their sums
     hidden: Container[str]  # FQNs of the hidden matrices
 
 

@@ -92,11 +92,6 @@ class OwnedParameters(Residuals):
         # Their rows in the parameters, as they were last sent or taken over
         self._seen: dict[str, Tensor] = {}
 
-    @property
-    def gradient_dtype(self) -> torch.dtype | None:
-        """Of reduced gradients; None: the dtype of their sums."""
-        return self._model.gradient_dtype
-
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
         for parameter in self._all():
