@@ -1,5 +1,6 @@
 """A script's own model outputs, loss and data through the train command: losses do not depend on the layout, and what would is refused."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -209,6 +210,32 @@ def test_what_a_loss_is_divided_by_is_found(name):
         assert tried(loss, is_declared=True).divisor == "samples"
     else:
         assert tried(loss) == expected
+
+
+def test_a_term_that_the_cross_entropy_hides_must_add_up():
+    """Routers with small logits are nearly balanced; with weights of zero they are balanced exactly."""
+    size = [0.01]
+
+    def with_term(term):
+        return lambda logits, targets: cross_entropy(-1)(logits, targets) + 0.02 * term(logits)
+
+    def balanced(logits):
+        return (size[0] * logits).softmax(-1).mean((0, 1)).square().sum()
+
+    @contextlib.contextmanager
+    def other_weights():
+        size[0] = 1.0
+        yield
+        size[0] = 0.01
+
+    with pytest.raises(ConfigError, match="the term next to the cross-entropy in the loss of 3"):
+        tried(with_term(balanced), bound=1e-8)
+    size[0] = 0.0
+    assert tried(with_term(balanced), bound=1e-8) == LossRule("targets", -1)
+    with pytest.raises(ConfigError, match="the term next to the cross-entropy in the loss of 3"):
+        tried(with_term(balanced), bound=1e-8, other_weights=other_weights)
+    # A constant, such as a norm of weights, adds up.
+    assert tried(with_term(lambda _: 3.0), bound=1e-4) == LossRule("targets", -1)
 
 
 def loss_of(forward, *words):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallel2d.base.device import name_of
 from parallel2d.parallel.cost.equal_blocks import by_blocks
-from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, LossOfBatch, on_fake_tensors
+from parallel2d.parallel.cost.tensor_twin import ALL_AT_ONCE, LossOfBatch, cast, on_fake_tensors
 from parallel2d.parallel.loss import loss_chunks
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,9 @@ def _count(
             twin = copy.deepcopy(model).to("meta")
             mode = on_fake_tensors(twin, "meta") if fake else nullcontext()
             with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
-                inputs, targets = example("meta")
+                # In whatever dtype training will compute, FLOPs are those of the plain model.
+                dtypes = (each.dtype for each in twin.parameters() if each.is_floating_point())
+                inputs, targets = cast(example("meta"), next(dtypes, None))
                 loss(twin, inputs, targets).backward()
             return {"flops": counter.get_total_flops()}
         # A model may look at values, which neither kind of tensor has.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.parallel.parallelize.precision import DTYPES
-from parallel2d.parallel.weights.named_tensors import undisturbed
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.named_tensors import equal, undisturbed
 from parallel2d.training.data.batch import IGNORED, Batch
 from parallel2d.training.data.own_data import TARGET_NAMES
 from parallel2d.training.data.stream import SampleStream
@@ -241,6 +244,9 @@ class ModelLoss:
         # Others give logits: no forward is spent on what whole logits may have no room for.
         if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
+            if self._config.data.name != "custom":
+                # Samples as unequal as sequences can be: one repeats a single token.
+                batch.inputs[0] = batch.inputs[0, 0].clone()
 
             def run(targets: Tensor | None, rows: slice) -> Tensor | None:
                 given = (batch.inputs, targets, batch.document_ids)
@@ -255,6 +261,7 @@ class ModelLoss:
                     ignored=None if train.loss is None else IGNORED,
                     is_declared=train.loss_is != "auto",
                     bound=loss_bound(DTYPES[self._config.precision.param]),
+                    other_weights=functools.partial(_other_weights, model),
                 )
         if rule is None and train.loss_is != "auto":
             raise ConfigError(
@@ -279,6 +286,21 @@ class ModelLoss:
                 f"{self._kind}: the loss has shape {tuple(value.shape)}, and must be a scalar"
             )
         return value
+
+
+@contextmanager
+def _other_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, matrices of ``model`` differ from their values by about as much as untrained weights
+    have, alike on every rank. Memory: two copies of them."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.is_floating_point():
+            part = local_part(parameter.detach())
+            waves = torch.arange(part.numel(), device=part.device, dtype=torch.float32).cos_()
+            shift = waves.view(part.shape) / parameter.shape[-1] ** 0.5
+            pairs.append((part, part + shift.to(part.dtype)))
+    with equal(pairs):
+        yield
 
 
 def _loss_in(output: Any) -> Tensor | None:

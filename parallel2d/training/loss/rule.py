@@ -8,16 +8,23 @@ is, is found before training on three samples, the first of which has a single v
 calls of torch's cross-entropy tell which target is ignored and how many count; then the losses of
 the first sample and of the others must give the loss of all, as sums or as such means do. A loss
 that does neither depends on which samples share a micro-batch, and so on the layout.
+
+A term next to the cross-entropy, such as a balancing loss of experts, may be so small that the sum
+hides it. So the parts are computed once more with cross-entropies of zero, where the loss is that
+term, and are compared relative to it. Untrained routers are nearly balanced, and then the term is
+nearly the same for any samples: it is compared with other weights too.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -51,10 +58,11 @@ class LossRule:
 
 
 class CrossEntropyCalls(TorchFunctionMode):
-    """Sees the calls of torch's cross-entropy inside."""
+    """Sees the calls of torch's cross-entropy inside. With ``omits`` they return zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, omits: bool = False) -> None:
         super().__init__()
+        self._omits = omits
         self.ignored: set[int] = set()  # the targets that they ignore
         self.counts: set[int] = set()  # how many they do not ignore
 
@@ -68,6 +76,8 @@ class CrossEntropyCalls(TorchFunctionMode):
             if not target.is_floating_point():
                 self.ignored.add(ignored)
                 self.counts.add(int((target != ignored).sum()))
+            if self._omits:
+                return torch.zeros_like(function(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
 
@@ -76,13 +86,25 @@ Run = Callable[[Tensor | None, slice], Tensor | None]
 
 
 def find_rule(
-    run: Run, targets: Tensor | None, *, ignored: int | None, is_declared: bool, bound: float
+    run: Run,
+    targets: Tensor | None,
+    *,
+    ignored: int | None,
+    is_declared: bool,
+    bound: float,
+    other_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> LossRule | None:
     """See [Note: a mean that a model returns]; None for a model that gives logits.
 
-    ``targets``: of `SAMPLES` samples; ``ignored``: what the loss is known to ignore;
-    ``is_declared``: it is a mean per micro-batch, so nothing must add up; ``bound``: largest
-    relative error of the computation. Raises `ConfigError` for a loss that does not add up.
+    Args:
+        targets: of `SAMPLES` samples.
+        ignored: the target that the loss is known to ignore.
+        is_declared: the loss is a mean per micro-batch, so nothing must add up.
+        bound: the largest relative error of the computation.
+        other_weights: a context in which the model has other weights.
+
+    Raises:
+        ConfigError: the loss does not add up.
     """
     has_classes = targets is not None and not targets.is_floating_point()
     if has_classes:
@@ -102,7 +124,37 @@ def find_rule(
             targets[0] = ignored
             targets[0].view(-1)[-1] = int(ignored == 0)
     counts_classes = has_classes and ignored is not None
-    return _rule_of_parts(run, targets, ignored, counts_classes, is_declared, bound)
+    rule = _rule_of_parts(run, targets, ignored, counts_classes, is_declared, bound)
+    if not is_declared and _check_terms(run, targets, rule, bound / 10):
+        with other_weights():
+            _check_terms(run, targets, rule, bound / 10)
+    return rule
+
+
+def _check_terms(run: Run, targets: Tensor | None, rule: LossRule, bound: float) -> bool:
+    """True if the loss has a term next to the cross-entropy, or is something else. Raises
+    `ConfigError` where it does not add up."""
+    losses = []
+    with CrossEntropyCalls(omits=True):
+        for rows in _PARTS:
+            value = run(targets, rows)
+            assert value is not None, "it gave logits"
+            losses.append(float(value))
+            if not losses[0]:
+                return False
+    difference = abs(_expected(rule, losses, targets) - losses[0])
+    # Other weights may overflow.
+    if math.isfinite(difference) and difference > bound * max(map(abs, losses)):
+        raise ConfigError(_refusal(losses, _counts(rule, targets), bound, is_term=True))
+    return True
+
+
+def _expected(rule: LossRule, losses: Sequence[float], targets: Tensor | None) -> float:
+    """The loss of the whole from those of the parts."""
+    if rule.divisor == "none":
+        return losses[1] + losses[2]
+    whole, first, rest = _counts(rule, targets)
+    return (first * losses[1] + rest * losses[2]) / whole
 
 
 def _rule_of_parts(
@@ -126,11 +178,7 @@ def _rule_of_parts(
     if is_declared:
         return rules[1]
     for rule in rules:
-        whole, first, rest = _counts(rule, targets)
-        if rule.divisor == "none":
-            expected = losses[1] + losses[2]
-        else:
-            expected = (first * losses[1] + rest * losses[2]) / whole
+        expected = _expected(rule, losses, targets)
         # Zeros would be anything.
         if losses[0] and abs(expected - losses[0]) <= bound * abs(losses[0]):
             return rule
@@ -159,15 +207,18 @@ def _counts(rule: LossRule, targets: Tensor | None) -> list[int]:
     return found
 
 
-def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
+def _refusal(
+    losses: Sequence[float], counts: Sequence[int], bound: float, is_term: bool = False
+) -> str:
     whole, first, rest = losses
+    called = "the term next to the cross-entropy in the loss" if is_term else "the loss"
     what = "neither a sum nor a mean over its targets or samples, and so depends on the layout"
     if not whole or not math.isfinite(whole):
         what = "no number that shows what it was divided by"
     elif abs((first + rest) / 2 - whole) <= bound * abs(whole):
         what = "a mean per micro-batch, whatever is in it, and so depends on the layout"
     return (
-        f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
+        f"{called} of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
         f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}; "
         "give train.loss a function of the output that adds up, or accept that with "
         "train.loss_is=mean_per_micro_batch"
