@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from parallel2d.parallel.weights.named_tensors import equal, undisturbed
 from parallel2d.training.data.batch import IGNORED, Batch
 from parallel2d.training.data.own_data import TARGET_NAMES
 from parallel2d.training.data.stream import SampleStream
+from parallel2d.training.loss.losses_in_fp32 import LossesInFP32, widened
 from parallel2d.training.loss.rule import SAMPLES, LossRule, find_rule
 from parallel2d.training.model_families import ModelParts
 
@@ -78,6 +79,8 @@ class ModelLoss:
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
                     f"loss, which this does not reach; omit train.{key}"
                 )
+        # Losses are computed in fp32 all the same.
+        self._is_narrow = DTYPES[config.precision.param].itemsize < 4
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
         self.chunked_head: ChunkedHead | None = None  # computes the sum in its place
 
@@ -137,11 +140,16 @@ class ModelLoss:
         """What the model or ``train.loss`` gives, a sum or a mean, or the summed cross-entropy; and
         whether it is somebody's own."""
         args, named = self.arguments(inputs, targets, document_ids)
-        output = model(*args, **named)
+        # Only a model that takes the targets, or needs none, computes a loss.
+        is_own = self._targets is not None or targets is None
+        with LossesInFP32() if self._is_narrow and is_own else nullcontext():
+            output = model(*args, **named)
         train = self._config.train
         if targets is not None and targets.ndim > 1:
             targets = targets[:, self._context(targets.shape[1]) :]
         if train.loss is not None:
+            if self._is_narrow:
+                output = tree_map_only(Tensor, widened, output)
             return self._function(output, targets), True
         found = _loss_in(output)
         if found is not None:
@@ -284,6 +292,12 @@ class ModelLoss:
         if value.ndim:
             raise ConfigError(
                 f"{self._kind}: the loss has shape {tuple(value.shape)}, and must be a scalar"
+            )
+        if value.dtype.itemsize < 4:
+            raise ConfigError(
+                f"{self._kind}: the loss is computed in {value.dtype}, which rounds it by up to "
+                f"{torch.finfo(value.dtype).eps / 2:.1%}: compute it from output.float(), or "
+                "return the output and give train.loss a function of it, which gets it in fp32"
             )
         return value
 
