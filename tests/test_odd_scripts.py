@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,28 @@ class InPlace(nn.Module):
         return self.down(torch.tanh(hidden) * F.relu(self.up(x), inplace=True))
 
 
+class Cached(InPlace):
+    def forward(self, x, cache):
+        if cache is not None:
+            cache.keys = self.up(x)
+        return super().forward(x)
+
+
+class Generating(nn.Module):
+    """As models of transformers: blocks fill a cache unless ``use_cache`` is false."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList([Cached(), Cached()])
+        self.config, self.always = SimpleNamespace(use_cache=True), always
+
+    def forward(self, x, use_cache=True):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, SimpleNamespace() if use_cache or self.always else None)
+        return x
+
+
 class Changed(nn.Sequential):
     """Changes what its blocks return."""
 
@@ -193,9 +216,16 @@ def _computed_alike(strategy):
         plain = Changed(InPlace(), InPlace(), InPlace()).double()
         options = {"precision": "fp64", "activation_checkpointing": mode}
         found[mode] = _gradients(plain, batch.double(), strategy, **options)
+        found[mode + " cache"] = _gradients(
+            Generating().double(), batch.double(), strategy, **options
+        )
     refused = []
-    for changes, bucketing in (("argument", "block"), ("argument", "layer"), ("many", "block")):
+    for changes, bucketing in (
+        ("argument", "block"), ("argument", "layer"), ("many", "block"), ("cache", "block"),
+    ):  # fmt: skip
         model = Changed(*(InPlace(changes) for _ in range(3)))
+        if changes == "cache":
+            model = Generating(always=True)
         config = ParallelConfig(strategy, bucketing, activation_checkpointing="selective")
         model = parallelize(model, _mesh(strategy), config)
         with pytest.raises(RuntimeError) as error:
@@ -208,6 +238,7 @@ CHANGES = (
     "0 changes an argument in place, which sharded modules cannot",
     "0 changes an argument in place, and activation_checkpointing computes it again",
     "0 calls _foreach_add_.List, which has wrong gradients with activation_checkpointing=selective",
+    "blocks.0 puts tensors into the SimpleNamespace that it was given, and activation_checkpointing",
 )
 
 
@@ -218,7 +249,8 @@ def test_dtypes_and_changes_in_place_equal_one_process(ranks, strategy):
         assert found["fp32 modules"][0] < 1e-2
         assert found["fp32 modules"][1] == {torch.float32}
         assert found["inputs"][0] < 1e-6
-        assert max(found["full"][0], found["selective"][0]) < 1e-12
+        for mode in ("full", "selective", "full cache", "selective cache"):
+            assert found[mode][0] < 1e-12, mode
         for message, expected in zip(refused, CHANGES, strict=True):
             assert message.startswith(expected)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
@@ -55,6 +56,7 @@ def checkpoint_activations(
             f"activation_checkpointing={config.name}: {type(model).__name__} has no repeated "
             "blocks; name the classes to checkpoint in activation_checkpointing.blocks"
         )
+    _without_cache(model)
     # Reentrant checkpointing has no context_fn, which chooses operators.
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
@@ -72,19 +74,66 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     # Compiled blocks contain no changes in place.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    before = list(map(version_of, given))
+    leaves = tree_leaves((args, kwargs))
+    given = [each for each in leaves if isinstance(each, Tensor)]
+    objects = [
+        each for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)
+    ]
+    before = list(map(version_of, given)), [_tensors_of(each) for each in objects]
     output = forward(*args, **kwargs)
     # Torch finds this in the backward pass, and not for arguments that are given by name.
-    if before != list(map(version_of, given)):
+    if before[0] != list(map(version_of, given)):
         raise RuntimeError(
             f"{name} changes an argument in place, and activation_checkpointing computes it again "
             "from its arguments: change a copy (x = x + y in the place of x += y)"
         )
+    for each, earlier in zip(objects, before[1], strict=True):
+        if list(map(id, earlier)) != list(map(id, _tensors_of(each))):
+            raise RuntimeError(
+                f"{name} puts tensors into the {type(each).__name__} that it was given, and "
+                "activation_checkpointing computes it again from its arguments: call the model "
+                "without it (for a cache of keys and values: use_cache=False)"
+            )
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _KeepingMode):
             mode.forget(collect_grad_tensors(output))
     return output
+
+
+def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
+    """The tensors in an object that is no module, in its containers and in their objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+        inner = vars(value).values()
+    found: list[Tensor] = []
+    for each in inner if depth else ():
+        found += _tensors_of(each, depth - 1)
+    return found
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Lets models of transformers in ``model`` use no cache of keys and values in training: blocks
+    that are computed again would fill it twice. The library does the same in its checkpoints."""
+
+    def switch_off(position: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        if len(args) > position:
+            return (*args[:position], False, *args[position + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}
+
+    for module in model.modules():
+        parameters = list(inspect.signature(module.forward).parameters)
+        has_cache = hasattr(getattr(module, "config", None), "use_cache")
+        if has_cache and "use_cache" in parameters:
+            hook = functools.partial(switch_off, parameters.index("use_cache"))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _keep(
