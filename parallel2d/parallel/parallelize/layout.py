@@ -286,10 +286,8 @@ class _Collector:
                 policy = MixedPrecisionPolicy(fp32, fp32, output_dtype=precision.param)
             named = tuple(names[id(module)] for module in modules)
             yield LayoutGroup(named, policy, self._take(modules, policy))
-        # Sharding makes one group of what is left, at the root, and casts only inputs of groups
-        # whose policy has a dtype. Inputs of blocks stay as the model computes them where `param`
-        # equals `storage`, as in one process.
-        policy = replace(precision.policy, param_dtype=precision.param)
+        # Sharding makes one group of what is left, at the root.
+        policy = precision.policy
         if precision.output is not None:
             policy = replace(policy, output_dtype=precision.output)
         yield LayoutGroup(("",), policy, self._take([model], policy))
