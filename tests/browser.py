@@ -1,6 +1,8 @@
-"""A headless Chromium, driven over its own debugging pipe: pages are opened and asked with JavaScript.
+"""A headless Chromium, driven over its own debugging pipe: pages are opened and asked with
+JavaScript.
 
-The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is JSON that ends with a zero byte.
+The protocol is https://chromedevtools.github.io/devtools-protocol/; over the pipe a message is
+JSON that ends with a zero byte.
 """
 
 import json
@@ -21,21 +23,34 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page. ``said`` collects what the page wrote to the console as an error, and exceptions that nobody caught."""
+    """A single page. ``said`` collects console errors and uncaught exceptions."""
 
     def __init__(self, program: str, profile: Path, width: int = 1600, height: int = 1400) -> None:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         words = [
-            program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-renderer-backgrounding",
-            "--disable-background-timer-throttling", "--disable-backgrounding-occluded-windows", "--remote-debugging-pipe",
-            f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank",
-        ]  # fmt: skip
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-renderer-backgrounding",
+            "--disable-background-timer-throttling",
+            "--disable-backgrounding-occluded-windows",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *words],
-            pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._number, self._session = b"", 0, None

@@ -1,4 +1,6 @@
-"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on the ranks of a pool."""
+"""Small training runs that save and resume, for the checkpoint tests. Every function here runs on
+the ranks of a pool.
+"""
 
 import logging
 import os
@@ -16,7 +18,9 @@ from parallel2d.training.checkpoint import Checkpointer
 
 
 class Heard(logging.Handler):
-    """Collects what the room checkpoint logs while it is open, and calls ``then`` with each line."""
+    """Collect the log lines of the package `checkpoint` while open, and call ``then`` with each
+    line.
+    """
 
     LOGGER = logging.getLogger("parallel2d.training.checkpoint")
 
@@ -95,9 +99,13 @@ def run(
             blocked.append(checkpointer.blocked_s)
         checkpointer.finish()
     return {
-        "losses": losses, "restored": restored, "log": heard, "published": checkpointer.published,
-        "bytes_written": checkpointer.bytes_written, "blocked": blocked,
-    }  # fmt: skip
+        "losses": losses,
+        "restored": restored,
+        "log": heard,
+        "published": checkpointer.published,
+        "bytes_written": checkpointer.bytes_written,
+        "blocked": blocked,
+    }
 
 
 def steps_in(folder: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Names that docs/coming-from.md uses, and what must have happened after each of its Python cells: a check per row, on every rank."""
+"""Names that docs/coming-from.md uses, and checks of the results of its Python cells: one check
+per row, on every rank.
+"""
 
 import os
 import re
@@ -13,7 +15,7 @@ from test_parallelize import Nine as MyModel
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor
-from training import is_agreement, whole
+from training import full_tensor_of, is_agreement
 
 import parallel2d
 from parallel2d.base import config as config_module
@@ -21,7 +23,9 @@ from parallel2d.base.config import CheckpointConfig
 
 
 class AllCollectives(CollectiveCounter):
-    """Counts the functional collectives of DTensors too, and kinds that the engine does not use under their own names."""
+    """Counts the functional collectives of DTensors too, and kinds that the engine does not use
+    under their own names.
+    """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().partition("::")[2]
@@ -43,9 +47,10 @@ def halve(module: nn.Module, _name: str) -> None:
 
 
 def namespace(code: str) -> dict[str, Any]:
-    """What the document says exists, as far as the cell ``code`` uses it; ``x`` differs between data ranks.
+    """Return the names that the cell ``code`` uses and the document describes; ``x`` differs
+    between data ranks.
 
-    A model that something is loaded into was changed before.
+    A model that receives loaded weights was changed before.
     """
     used = set(re.findall(r"\w+", code))
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
@@ -60,10 +65,21 @@ def namespace(code: str) -> dict[str, Any]:
     # Tensor ranks share their data.
     x = (torch.arange(8).reshape(2, 4) + rank // (2 if "tensor=2" in code else 1)) % 8
     names |= {
-        "torch": torch, "nn": nn, "MyModel": MyModel, "Block": Block, "module": module, "bare": bare, "mesh": mesh, "config": config,
+        "torch": torch,
+        "nn": nn,
+        "MyModel": MyModel,
+        "Block": Block,
+        "module": module,
+        "bare": bare,
+        "mesh": mesh,
+        "config": config,
         "bf16_compress_hook": default_hooks.bf16_compress_hook,
-        "x": x, "micro_batches": [x, x], "rank": rank, "f": halve, "original": [p.detach().clone() for p in module.parameters()],
-    }  # fmt: skip
+        "x": x,
+        "micro_batches": [x, x],
+        "rank": rank,
+        "f": halve,
+        "original": [p.detach().clone() for p in module.parameters()],
+    }
     if not re.search(r"\b(model(?! = )|state|parts|whole)\b", code):
         return names
     torch.manual_seed(1)
@@ -82,7 +98,7 @@ def namespace(code: str) -> dict[str, Any]:
         # of all ranks of these workers
         names["path"] = os.path.join(tempfile.gettempdir(), f"parallel2d-test-{os.getppid()}")
         old = parallel2d.full_state(model, names["optimizer"]) if "torch" in used else {}
-        if old:  # what FSDP1 calls a full state: parameters and their optimizer state by name
+        if old:  # a full state of FSDP1: parameters and their optimizer state by name
             torch.save({"model": old["model"], "optim": old["optimizer"]}, names["path"])
     if used & {"load_full_state", "load_sharded_state"}:
         with torch.no_grad():
@@ -102,7 +118,7 @@ def one_step(names: dict[str, Any]) -> None:
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
     tensors = [*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())]
-    return [whole(tensor).flatten().tolist() for tensor in tensors]
+    return [full_tensor_of(tensor).flatten().tolist() for tensor in tensors]
 
 
 def run_cells(origin: str, cells: list[tuple[str, str]]) -> list[str]:
@@ -130,7 +146,9 @@ CHECKS: list[tuple[str, str, Any]] = []
 
 
 def check(origin: str, *lefts: str):
-    """Registers a check for the rows of ``origin`` whose left cell begins like one of ``lefts``."""
+    """Register a check for the rows of ``origin`` with a left cell that begins like one of
+    ``lefts``.
+    """
 
     def register(function):
         CHECKS.extend((origin, left, function) for left in lefts)
@@ -163,7 +181,7 @@ def all_have_the_weights_of_rank_0(names):
     torch.manual_seed(0)
     expected = MyModel()
     assert all(
-        torch.equal(whole(a), b)
+        torch.equal(full_tensor_of(a), b)
         for a, b in zip(names["model"].parameters(), expected.parameters(), strict=True)
     )
     assert names["rank"] == 0 or not torch.equal(names["original"][0], expected.embedding.weight)
@@ -172,7 +190,7 @@ def all_have_the_weights_of_rank_0(names):
 @check("thunder", "move_state_dict_to_cpu")
 @check("FullySharded", "StateDictType.FULL_STATE_DICT")
 @check("fully_shard", "get_model_state_dict")
-def whole_on_rank_0(names):
+def full_state_on_rank_0(names):
     if names["rank"]:
         assert names["state"] == {}
         return

@@ -1,4 +1,6 @@
-"""Fixtures: `ranks` runs a function on several gloo ranks. Marks: `extras` names what a test needs beside the package."""
+"""Fixtures: `ranks` runs a function on several gloo ranks. Marks: `extras` names the additional
+packages of a test.
+"""
 
 import importlib.util
 import logging
@@ -15,7 +17,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 sys.path.append(os.path.dirname(os.path.dirname(__file__)))
 sys.path.append(os.path.join(os.path.dirname(os.path.dirname(__file__)), "examples"))
 
-# torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when torch is imported.
+# torch prints a C++ stack for every connection that breaks. Tests break many on purpose. Read when
+# torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from workers import Pools
@@ -24,8 +27,9 @@ MARKS = ("slow", "soak", "extras")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test has at most one of the marks, so that each of `-m slow`, `-m extras` and `-m soak` runs what the others do not. One that
-    takes too long fails; soak tests may take as long as they do."""
+    """Allow each test at most one of the marks, so that `-m slow`, `-m extras` and `-m soak` run
+    disjoint sets of tests. A test that takes too long fails; soak tests have no time limit.
+    """
     for item in items:
         given = {mark.name for mark in item.iter_markers() if mark.name in MARKS}
         assert len(given) <= 1, f"{item.nodeid} is marked {' and '.join(sorted(given))}; choose one"
@@ -42,7 +46,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test whose mark `extras` names a module that is not installed."""
+    """Skip a test if its mark `extras` names a module that is not installed."""
     for mark in item.iter_markers("extras"):
         for module in mark.args:
             pytest.importorskip(
@@ -52,7 +56,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_log_handlers() -> Iterator[None]:
-    """Takes back the handlers that Hydra sets up in this process; their stream is closed when the test is over."""
+    """Takes back the handlers that Hydra sets up in this process; their stream is closed when the
+    test is over.
+    """
     root = logging.getLogger()
     before = list(root.handlers)
     yield

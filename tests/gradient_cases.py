@@ -1,7 +1,9 @@
-"""Models that use their parameters differently by rank and by micro-batch, for `test_gradient_routes`.
+"""Models that use their parameters differently by rank and by micro-batch, for
+`test_gradient_routes`.
 
-Each case is a class: its constructor builds the model from the global random state, ``loss(x, route)`` computes one micro-batch.
-A route is (number of the data rank, number of its replica, number of the micro-batch, number of the step).
+Each case is a class: its constructor builds the model from the global random state, ``loss(x,
+route)`` computes one micro-batch. A route is (number of the data rank, number of its replica,
+number of the micro-batch, number of the step).
 """
 
 from typing import NamedTuple
@@ -80,7 +82,7 @@ class UnequalByBoth(Case):
 
 
 class OneRankAlone(Case):
-    """The second expert is used by one data rank in one micro-batch only, the third by nobody."""
+    """The second expert is used by one data rank in one micro-batch only, the third by no rank."""
 
     widths = (DIM, 5, 4)
 
@@ -135,7 +137,9 @@ class Tied(Case):
 
 
 class Scalars(Case):
-    """Parameters without dimensions: one always used, one by one rank, one by nobody."""
+    """Parameters without dimensions: the first is always used, the second by one rank, the third
+    by no rank.
+    """
 
     def __init__(self):
         super().__init__()
@@ -194,7 +198,9 @@ class Recomputed(Case):
 
 
 class Detached(Case):
-    """A block whose output is used without a gradient by one replica, and not at all in the loss by another rank."""
+    """One replica uses the output of a block without a gradient, and another rank omits it from
+    the loss.
+    """
 
     def run(self, number, block, x, route):
         out = block(x, 0)
@@ -204,7 +210,20 @@ class Detached(Case):
 CASES = {
     case.__name__: case
     for case in (
-        Everything, ByRank, UnequalByBoth, ByMicroBatch, OneRankAlone, LayerDrop, SkippedByTheLast, Twice, Reversed, Tied, Scalars,
-        Complex, Detached, Frozen, Recomputed,
+        Everything,
+        ByRank,
+        UnequalByBoth,
+        ByMicroBatch,
+        OneRankAlone,
+        LayerDrop,
+        SkippedByTheLast,
+        Twice,
+        Reversed,
+        Tied,
+        Scalars,
+        Complex,
+        Detached,
+        Frozen,
+        Recomputed,
     )
-}  # fmt: skip
+}

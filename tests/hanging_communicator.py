@@ -1,8 +1,10 @@
 """A communicator on CPU that behaves as NCCL; `install` puts it in the place of gloo's.
 
-A collective completes on a stream: its result appears once the host has seen it done, and not before. With a dead peer it hangs for ever, and
-no error comes. After `abort` it is done, with undefined outputs, and its error is known before that. The next quorum needs the abort of all
-that is in flight. ``revokes``: half of the collectives abort by themselves when the network tells of a loss, as a watchdog does.
+A collective completes on a stream: its result appears once the host has seen it done, and not
+before. With a dead peer it hangs for ever, and no error comes. After `abort` it is done, with
+undefined outputs, and its error is known before that. The next quorum needs the abort of all that
+is in flight. ``revokes``: half of the collectives abort by themselves when the network tells of a
+loss, as a watchdog does.
 """
 
 import os
@@ -76,7 +78,7 @@ class Flight(Collective):
         return self._is_aborted
 
     def wait(self):
-        """Before replicas may be lost: a stream waits, and the host reads later."""
+        """Wait on the stream and synchronize the host later, until replicas can be lost."""
         while not self.is_done():
             time.sleep(0.0005)
 
@@ -88,7 +90,7 @@ class Flight(Collective):
     def _end_without_result(self):
         self._is_aborted = True
         for _, target in self._pairs:
-            if random.random() < 0.5:  # else nothing shows that there is no result
+            if random.random() < 0.5:  # otherwise a missing result would not be visible
                 values = (
                     torch.randn(target.shape)
                     if target.is_floating_point()

@@ -1,4 +1,6 @@
-"""A job on this process group, built by the same functions as on the command line, and stopped when the test says so."""
+"""A job on this process group, built by the same functions as on the command line, and stopped
+when the test says so.
+"""
 
 import contextlib
 import functools
@@ -12,15 +14,28 @@ from pathlib import Path
 import psutil
 
 SMALL = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=16", "train.steps=12",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=2", "precision=fp64",
-    "metrics.console=silent", "metrics.tensorboard=false",
-)  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=16",
+    "train.steps=12",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "checkpoint.every=2",
+    "precision=fp64",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+)
 
 
 @functools.cache
 def _with_choices(*choices):
-    """What Hydra composes of choices of groups alone; takes half a second, so once per process."""
+    """Return the composition of the group choices by Hydra; it takes half a second, so it is
+    cached per process.
+    """
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
@@ -33,7 +48,9 @@ def _with_choices(*choices):
 
 
 def config_of(words):
-    """What the words compose to, validated. Values are set on what the choices compose to, as Hydra does it."""
+    """Compose and validate the overrides. Values are set after the group choices are composed, as
+    in Hydra.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
@@ -86,9 +103,11 @@ def job_of(folder, run_dir, words):
 
 
 def run(folder, run_dir, words, steps, after_step=None):
-    """Up to ``steps`` steps of the job, then an end without farewell. Returns the step from which it went on.
+    """Train up to ``steps`` steps of the job, then end without cleanup. Returns the step from
+    which it resumed.
 
-    ``after_step(trainer)`` runs on each rank after each step."""
+    ``after_step(trainer)`` runs on each rank after each step.
+    """
     from parallel2d.training.data.feed import BatchFeed
 
     trainer = build(folder, run_dir, words)
@@ -118,7 +137,9 @@ def rows(run_dir):
 
 
 def peak_memory(from_now=False):
-    """The highest memory of this process, in bytes. That of `resource` is at least what its parent's was. Scripts get the source."""
+    """Return the peak memory of this process in bytes. The figure of `resource` is at least the
+    peak of the parent process. Scripts get the source.
+    """
     if from_now:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -127,13 +148,13 @@ def peak_memory(from_now=False):
 
 
 def run_python(*words, **options):
-    """Another Python with these words, to its end; what it said."""
+    """Run another Python with these arguments to its end; return its output."""
     given = {"capture_output": True, "text": True, "timeout": 600, **options}
     return subprocess.run([sys.executable, *words], **given)
 
 
 def wait_for(condition, seconds=240.0):
-    """Until it is true; its value then."""
+    """Poll until the condition is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -1,4 +1,4 @@
-"""Which ports a process listens on, from the kernel's tables."""
+"""Listening ports of a process, from the kernel's tables."""
 
 import os
 import socket

@@ -1,4 +1,6 @@
-"""A loop of one's own with `sync=diloco` that loses a replica at a named moment, and its reference in one process."""
+"""A custom loop with `sync=diloco` that loses a replica at a named moment, and its reference in
+one process.
+"""
 
 import copy
 import json
@@ -28,7 +30,9 @@ def die(victim: int) -> None:
 
 
 def train(folder: Path, sync: dict[str, Any], victim: int, step_of_loss: int, moment: str) -> None:
-    """Each rank notes who has computed a step, and who has shared what came of it."""
+    """Each rank records the ranks that have computed a step, and the ranks that have shared the
+    result.
+    """
     parallel2d.setup(replicas=True)
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(replicate=REPLICAS, shard=1), "ddp")
     config = parallel2d.ParallelConfig("ddp", precision="fp64", sync=SyncConfig(**sync))
@@ -69,8 +73,9 @@ def train(folder: Path, sync: dict[str, Any], victim: int, step_of_loss: int, mo
 
 
 def reference(sync: dict[str, Any], notes: list[Any], begins: dict[str, int]) -> dict[str, Any]:
-    """What ``notes`` come to: a replica that is lost is dropped, one that comes back starts from the outer parameters and the optimizer of the
-    eldest."""
+    """Apply ``notes`` in one process: a failed replica is dropped, a rejoined replica starts from
+    the outer parameters and the optimizer of the eldest replica.
+    """
     first = dict(small_model().named_parameters())
     cuts = {name: cut_in_rows(value.shape, 1) for name, value in first.items()}
     method = method_of(StrategyConfig("ddp"), SyncConfig(**sync), REPLICAS)

@@ -1,4 +1,6 @@
-"""Lives of a run on the ranks of a pool: each goes on from what the one before left on its nodes, and ends without farewell."""
+"""Successive starts of a run on the ranks of a pool: each start resumes from the copies that the
+previous start left on its nodes, and ends without cleanup.
+"""
 
 import os
 import signal
@@ -9,7 +11,7 @@ from unittest import mock
 import torch
 from checkpoint_runs import Heard, build, train_step
 from torch import nn
-from training import largest_difference, weights_of, whole
+from training import full_tensor_of, largest_difference, weights_of
 
 from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
@@ -22,14 +24,14 @@ FP64 = {"strategy": "hybrid", "precision": "fp64"}
 
 
 def averages_of(model: nn.Module, average: EMAWeights) -> dict[str, Any]:
-    """Whole averages, which are what the model has for validation."""
-    found = {name: whole(each).numpy() for name, each in average.values.items()}
+    """Return the unsharded EMA weights, which the model has for validation."""
+    found = {name: full_tensor_of(each).numpy() for name, each in average.values.items()}
     with outer_parameters(model):
         assert largest_difference(weights_of(model), found) == 0
     return found
 
 
-def life(
+def train_until(
     run_dir: str,
     nodes: list[str],
     mesh_sizes: dict[str, Any],
@@ -45,9 +47,15 @@ def life(
     decay: float | None = None,
     **checkpoint: Any,
 ) -> dict[str, Any]:
-    """Trains from where the run stands to step ``until``. ``nodes``: the memory folder of each rank. ``end``: ``killed`` leaves all
-    as it is after the last copy, ``finished`` and ``preempted`` end as a trainer does. ``fault(net)`` runs on each rank before
-    anything is restored; ``decay``: of averages of the weights."""
+    """Train from the current step of the run to step ``until``.
+
+    Args:
+        nodes: memory folder of each rank.
+        end: ``killed`` leaves all files as they are after the last copy, ``finished`` and
+            ``preempted`` end as a trainer does.
+        fault: ``fault(net)`` runs on each rank before the state is restored.
+        decay: decay of the EMA weights.
+    """
     rank = torch.distributed.get_rank()
     before = os.environ.get(MEMORY_DIR)
     os.environ[MEMORY_DIR] = nodes[rank]
@@ -94,7 +102,9 @@ def life(
 
 
 def on_rank_1(method: str, call: int, act: Any) -> None:
-    """Rank 1 calls ``act``, with the arguments, before it calls a method of its store for the ``call``-th time."""
+    """Rank 1 calls ``act``, with the arguments, before it calls a method of its store for the
+    ``call``-th time.
+    """
     original, calls = getattr(LocalStore, method), []
 
     def acting(*args: Any) -> Any:
@@ -107,7 +117,7 @@ def on_rank_1(method: str, call: int, act: Any) -> None:
         mock.patch.object(LocalStore, method, acting).start()
 
 
-def die_before_the_third_name(net: Any) -> None:
+def die_before_the_third_rename(net: Any) -> None:
     """Rank 1 is killed when it has copied and rank 0 has published its part of the third copy."""
 
     def wait_and_die(*_: Any) -> None:
@@ -127,7 +137,7 @@ def full_on_the_second_copy(net: Any) -> None:
     on_rank_1("write", 3, full)
 
 
-def change_what_is_sent(net: Any) -> None:
+def change_sent_values(net: Any) -> None:
     """Every state that is sent from rank to rank arrives with another last byte."""
     send = net._exchange
 

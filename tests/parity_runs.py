@@ -1,4 +1,6 @@
-"""Models and faults for tests of certificates. A fault is something that a library, a driver or a user's code could do on a rank."""
+"""Models and faults for tests of certificates. A fault is something that a library, a driver or a
+user's code could do on a rank.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -77,7 +79,7 @@ class Experts(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Of sequences as pictures of one row."""
+    """Convolutions over sequences, as images of one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +141,9 @@ def run(
     seed: int | None = None,
     tensor_plan: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The certificate of this process group, as plain values. ``seed``: of all ranks' random numbers; default: each has its own."""
+    """The certificate of this process group, as plain values. ``seed``: of all ranks' random
+    numbers; default: each has its own.
+    """
     words = dict(parallel)
     if "sync" in words:
         words["sync"] = SyncConfig(**words["sync"])
@@ -250,7 +254,7 @@ def _left_out(_module: Any, put: Put) -> None:
 
 @fault("a stale buffer")
 def _stale(_module: Any, put: Put) -> None:
-    """One reduction gives what it gave in the step before."""
+    """One reduction returns its result of the previous step."""
     before: list[Tensor] = []
 
     def change(tensor: Tensor, add: Callable[[Tensor], Any]) -> None:
@@ -361,7 +365,7 @@ def _other_weight_decay(_module: Any, put: Put) -> None:
 
 
 @fault("statistics that do not move")
-def _kept_statistics(_module: Any, put: Put) -> None:
+def _stale_statistics(_module: Any, put: Put) -> None:
     def change(model: Any) -> None:
         for buffer in model.buffers():
             buffer.copy_(torch.ones_like(buffer))
@@ -385,7 +389,7 @@ def _halved_outer_step(_module: Any, put: Put) -> None:
 
 @fault("other updates than the owners'")
 def _other_updates(_module: Any, put: Put) -> None:
-    """A gathered parameter is not what its owners have."""
+    """An unsharded parameter differs from the local shards of its owners."""
     _after_the_step(put, lambda model: model.layers[0].gate.weight.to_local().mul_(1.5))
 
 

@@ -1,4 +1,6 @@
-"""Real parallelized models on a process group without processes, for the tests of the planner: what one rank of any world has."""
+"""Real parallelized models on a process group without processes, for the tests of the planner: the
+state of one rank of any world.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,11 +28,17 @@ from parallel2d.training.optimizer import build_optimizer
 
 WIDTH = 13
 LLAMA = {
-    "dim": 16, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 40, "vocab_size": 37, "max_seq_len": 8,
-}  # fmt: skip
+    "dim": 16,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "hidden_dim": 40,
+    "vocab_size": 37,
+    "max_seq_len": 8,
+}
 
 
-class OddBlock(nn.Module):
+class UnusualBlock(nn.Module):
     """Sizes that no axis divides."""
 
     def __init__(self) -> None:
@@ -58,14 +66,15 @@ class Scale(nn.Module):
 
 
 class Odd(nn.Module):
-    """Blocks, a frozen one among them; an embedding that is the head too; a convolution, whose kernel has three dims; a parameter
-    without dimensions."""
+    """Blocks, a frozen block among them; an embedding that is also the head; a convolution with a
+    kernel of three dims; a parameter without dimensions.
+    """
 
     def __init__(self, tied: bool = True, frozen: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
         self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.blocks = nn.ModuleList(UnusualBlock() for _ in range(4))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.temperature = nn.Parameter(torch.tensor(1.0))
         if tied:
@@ -95,7 +104,7 @@ class Attending(nn.Module):
 
 
 class Turning(nn.Module):
-    """Complex parameters beside real ones."""
+    """Complex parameters next to real parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +132,13 @@ def small_llama(**changes: Any) -> nn.Module:
 
 
 MODELS = {
-    "odd": Odd, "untied": lambda: Odd(tied=False, frozen=False), "attending": Attending, "turning": Turning,
-    "llama": small_llama, "tied_llama": lambda: small_llama(tie_embeddings=True),
-}  # fmt: skip
+    "odd": Odd,
+    "untied": lambda: Odd(tied=False, frozen=False),
+    "attending": Attending,
+    "turning": Turning,
+    "llama": small_llama,
+    "tied_llama": lambda: small_llama(tie_embeddings=True),
+}
 
 
 class Measured(NamedTuple):
@@ -137,7 +150,9 @@ class Measured(NamedTuple):
 def fake_mesh(
     sizes: tuple[int, int, int], strategy: str, rank: int = 0
 ) -> Iterator[tuple[DeviceMesh, Topology]]:
-    """The mesh of (replicate, shard, tensor) ranks, each on a host of its own: ranks of one host would meet in a file."""
+    """The mesh of (replicate, shard, tensor) ranks, each on a separate host: ranks of one host
+    would share a file.
+    """
     replicate, shard, tensor = sizes
     world = replicate * shard * tensor
     with fake_process_group(world, rank):
@@ -159,7 +174,8 @@ def measured(
     accumulation: int = 1,
 ) -> Measured:
     """Parallelizes ``model``, makes a step, and looks at every tensor that is left."""
-    # Nothing arrives from the first rank, with whose model the others would compare theirs.
+    # Nothing arrives from the first rank; the other ranks would compare their models with the
+    # model of that rank.
     alone = mock.patch("parallel2d.parallel.weights.source.check_same_structure")
     with fake_mesh(sizes, config.strategy.name, rank) as (mesh, topology), alone:
         model = parallelize(

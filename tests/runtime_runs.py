@@ -1,6 +1,8 @@
-"""Programs for the tests of the runtime, which need processes without a process group: `main` calls them by name, one after another.
+"""Programs for the tests of the runtime, which need processes without a process group: `main`
+calls them by name, one after another.
 
-python runtime_runs.py FUNCTION[:ARGUMENT] ...    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, or without
+python runtime_runs.py FUNCTION[:ARGUMENT] ... with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+in the environment, or without
 """
 
 import atexit
@@ -13,13 +15,17 @@ from pathlib import Path
 
 
 def gloo_threads() -> int:
-    return sum("gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())  # fmt: skip
+    return sum(
+        "gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()
+    )
 
 
 @atexit.register
 def _check_threads() -> None:
-    """Before torch and parallel2d are imported, so after their functions: a thread that frees a tensor when Python ends would kill
-    the process, after all of its work."""
+    """Register before torch and parallel2d are imported, so that the check runs after their
+    functions: a thread that frees a tensor when Python ends would kill the process after all of
+    its work.
+    """
     if gloo_threads():
         print(f"{gloo_threads()} threads of gloo are left", flush=True)
         os._exit(3)
@@ -83,17 +89,20 @@ def state() -> dict[str, int]:
 
 
 def soak(times: str) -> dict[str, object]:
-    """What the process holds after the third run and after the last."""
+    """Return the resources of the process after the third run and after the last run."""
     all_reduce = dist.all_reduce
     losses = [one_run() for _ in range(3)]
     early = state()
     losses += [one_run() for _ in range(int(times) - 3)]
     return {
-        "early": early, "late": state(), "losses": losses, "unwrapped": dist.all_reduce is all_reduce,
-    }  # fmt: skip
+        "early": early,
+        "late": state(),
+        "losses": losses,
+        "unwrapped": dist.all_reduce is all_reduce,
+    }
 
 
-def alone() -> dict[str, object]:
+def single_process() -> dict[str, object]:
     from parallel2d import barrier, reduce, setup, teardown
     from parallel2d.base.errors import ConfigError
 
@@ -105,8 +114,12 @@ def alone() -> dict[str, object]:
     except ConfigError as error:
         told = str(error)
     answer = [
-        runtime.identity.rank, runtime.identity.world_size, reduce(torch.ones(2)).tolist(), dist.get_backend(), told,
-    ]  # fmt: skip
+        runtime.identity.rank,
+        runtime.identity.world_size,
+        reduce(torch.ones(2)).tolist(),
+        dist.get_backend(),
+        told,
+    ]
     teardown()
     teardown()
     return {"answer": answer, "left": not dist.is_initialized()}
@@ -158,7 +171,7 @@ def late() -> dict[str, object]:
 
 
 def signals() -> dict[str, object]:
-    """Handlers are those of before after a teardown."""
+    """Signal handlers are restored by a teardown."""
     import signal
 
     from parallel2d import setup, teardown
@@ -181,7 +194,7 @@ def signals() -> dict[str, object]:
 
 
 def foreign() -> dict[str, int]:
-    """A process group of somebody else, such as Ray, who destroys it without `teardown`."""
+    """A process group of another library, such as Ray, that destroys it without `teardown`."""
     from parallel2d import ParallelConfig, Topology, build_mesh, build_on_meta, parallelize
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,6 @@
-"""Runs of every sync method on several ranks, and of its one-process reference, on the same model and data."""
+"""Runs of every sync method on several ranks, and of its one-process reference, on the same model
+and data.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -40,7 +42,9 @@ class Branch(nn.Module):
 
 
 def small_model(scalar: bool = False) -> nn.Module:
-    """Two blocks between layers of other shapes; the same weights each time. ``scalar``: with parameters without dimensions."""
+    """Two blocks between layers of other shapes; the same weights each time. ``scalar``: with
+    parameters without dimensions.
+    """
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(9, WIDTH), Branch(WIDTH), Branch(WIDTH), nn.Linear(WIDTH, 3))
     if not scalar:
@@ -77,9 +81,12 @@ def run(
     save_after: Iterable[int] = (),
     resume: str = "never",
 ) -> dict[str, Any]:
-    """Trains on this process group; the whole parameters, with diloco those that replicas share.
+    """Train on this process group; return the unsharded parameters (with diloco the shared
+    parameters).
 
-    ``folder``: of checkpoints after the steps ``save_after``; ``resume``: from which to go on first.
+    Args:
+        folder: folder of the checkpoints after the steps ``save_after``.
+        resume: checkpoint to resume from.
     """
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), strategy)
     config = parallel2d.ParallelConfig(strategy, precision="fp64", sync=SyncConfig(**sync))
@@ -105,7 +112,7 @@ def run(
     with parallel2d.outer_parameters(model):
         return {
             "parameters": weights_of(model),
-            # What this replica did not send yet
+            # Unsent part of the update of this replica (error feedback)
             "residual": local_residuals(model),
             # After which step of a period each parameter is sent
             "begins": begins_of(model),
@@ -133,7 +140,9 @@ def reference(
     scalar: bool = False,
     begins: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What `run` must come to: replicas are a loop in one process, and each method says what crosses. ``begins``: as `run` found it."""
+    """Compute the expected results of `run`: replicas are a loop in one process, and each method
+    defines its communication. ``begins`` holds the initial parameters of `run`.
+    """
     config = SyncConfig(**sync)
     method = method_of(StrategyConfig(strategy), config, replicas)
     model = small_model(scalar)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is kept, what is computed again, and that losses and gradients stay the same."""
+"""Activation checkpointing: saved and recomputed operators, with unchanged losses and gradients."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def checkpointed(config, compilation=None):
     return model
 
 
-def kept_bytes(model):
+def saved_bytes(model):
     """Bytes that autograd keeps for backward after one forward, parameters not counted; each storage once."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {
         b.untyped_storage().data_ptr() for b in model.buffers()
@@ -68,7 +68,7 @@ def kept_bytes(model):
 
 
 class OperatorCounter(TorchDispatchMode):
-    """How often each operator ran."""
+    """Count the calls of each operator."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def recomputed(config):
     return {name: count for name, count in more.items() if count}
 
 
-def test_full_recomputes_every_product_selective_none_and_keep_names_others():
+def test_full_recomputes_all_matmuls_and_selective_recomputes_none():
     full = recomputed(ActivationCheckpointingConfig("full"))
     assert full["aten::mm"] > 0
     selective = recomputed(ActivationCheckpointingConfig("selective"))
@@ -104,19 +104,22 @@ def test_full_recomputes_every_product_selective_none_and_keep_names_others():
     assert not {name for name in others if "silu" in name or "scaled_dot_product" in name}
 
 
-@pytest.mark.parametrize(("keep", "message"), [
-    (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
-    (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
-    (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
-])  # fmt: skip
-def test_an_operator_that_cannot_be_kept_is_an_error(keep, message):
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (["mm", "bnm"], "no operator is called bnm; did you mean bmm"),
+        (["scaled_dot_produkt_*"], "no operator is called scaled_dot_produkt_"),
+        (["matmul"], "matmul is decomposed into other operators.*mm, bmm and addmm"),
+    ],
+)
+def test_operator_that_cannot_be_saved_is_an_error(keep, message):
     with pytest.raises(ConfigError, match=f"activation_checkpointing.keep: .*{message}"):
         checkpointed(selecting(*keep))
 
 
 def test_operators_are_found_by_pattern_and_by_full_name():
     assert saved_operators(["mm", "aten::bmm"]) == {"aten::mm", "aten::bmm"}
-    # all of whose overloads have names, and one that is computed as another of the same name
+    # all overloads have names, and one operator is computed as another operator of the same name
     assert saved_operators(["add", "softmax"]) == {"aten::add", "aten::_softmax"}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in saved_operators(
         ["scaled_dot_product_*"]
@@ -124,30 +127,33 @@ def test_operators_are_found_by_pattern_and_by_full_name():
     assert saved_operators(["all_reduce"]) == {"_c10d_functional::all_reduce"}
 
 
-def kept_by(name, **settings):
-    return kept_bytes(checkpointed(ActivationCheckpointingConfig(name, **settings)))
+def saved_by(name, **settings):
+    return saved_bytes(checkpointed(ActivationCheckpointingConfig(name, **settings)))
 
 
-def test_modes_blocks_and_policies_choose_what_is_kept():
-    none, selective, full = (kept_by(name) for name in ("none", "selective", "full"))
-    less = kept_by("selective", keep=["scaled_dot_product_*"])
-    # what selective caches is held by its own storage, beside autograd's: only what autograd keeps is seen here
+def test_modes_blocks_and_policies_select_saved_activations():
+    none, selective, full = (saved_by(name) for name in ("none", "selective", "full"))
+    less = saved_by("selective", keep=["scaled_dot_product_*"])
+    # tensors cached by selective checkpointing are in a separate storage, in addition to the
+    # tensors saved by autograd: only the saved tensors of autograd are visible here
     assert full <= less <= selective < none
-    classes = kept_by("full", blocks=["FeedForward"])
-    policy = kept_by("full", policy="test_activation_checkpointing:few_heads")
+    classes = saved_by("full", blocks=["FeedForward"])
+    policy = saved_by("full", policy="test_activation_checkpointing:few_heads")
     assert full < classes < none
     assert full < policy < none
     assert classes != policy
-    assert kept_by("full", every=2) == pytest.approx((full + none) / 2, rel=0.05)
+    assert saved_by("full", every=2) == pytest.approx((full + none) / 2, rel=0.05)
     missing = r"activation_checkpointing.blocks=\['Feed'\]: no module of class Feed.*candidates"
     with pytest.raises(ConfigError, match=missing):
-        kept_by("full", blocks=["Feed"])
+        saved_by("full", blocks=["Feed"])
 
 
 @pytest.mark.slow
-def test_a_budget_keeps_less_the_smaller_it_is():
+def test_smaller_budget_saves_fewer_activations():
     sizes = [
-        kept_bytes(checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT))
+        saved_bytes(
+            checkpointed(ActivationCheckpointingConfig("budget", memory_budget=budget), AOT)
+        )
         for budget in (1.0, 0.4, 0.0)
     ]
     assert sizes[0] > sizes[1] > sizes[2]
@@ -181,7 +187,8 @@ RUNS = [
     ("hybrid", 2, "block", "full", {"compile": AOT}),
     ("zero3", 2, "layer", "selective", {"compile": CompileConfig("block", "inductor")}),
     ("hybrid", 1, "block", "selective", {"compile": AOT}),
-    # Groups inside of what is recomputed gather in its forward, and may be there already when it is recomputed.
+    # Groups inside of a recomputed region all-gather in its forward, and may be unsharded already
+    # when it is recomputed.
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
@@ -189,11 +196,17 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "tensor", "bucketing", "mode", "more"), [
-    *OFTEN, *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "bucketing", "mode", "more"),
+    [
+        *OFTEN,
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in RUNS),
+    ],
+)
 def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mode, more):
-    """Losses, the first gradient norm and the weights after a few steps; compiled where the mode needs it or the case says so."""
+    """Losses, the first gradient norm and the weights after a few steps; compiled where the mode
+    needs it or the case says so.
+    """
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
@@ -209,5 +222,5 @@ def _low_precision(checkpointing):
     return training.train({}, config, steps=3)["losses"]
 
 
-def test_selection_works_with_modules_that_compute_in_fp32(ranks):
+def test_selective_checkpointing_works_with_fp32_modules(ranks):
     assert ranks.run(2, _low_precision, "selective")[0] == ranks.run(2, _low_precision, "none")[0]

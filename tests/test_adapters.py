@@ -1,4 +1,6 @@
-"""LoRA adapters of the ``peft`` library: trained alike on every layout, beside a base that stays as it was, and saved for the library."""
+"""LoRA adapters of the ``peft`` library: equal training on every layout, with an unchanged base,
+and exports for the library.
+"""
 
 import json
 import math
@@ -61,7 +63,9 @@ OTHERS = ("activation_checkpointing=full", "bucketing=layer", "train.micro_batch
 
 
 @pytest.mark.parametrize(("strategy", "others"), [("hybrid", ()), ("hybrid_full", OTHERS)])
-def test_an_adapter_alone_is_trained_and_alike_on_every_layout(ranks, folder, strategy, others):
+def test_only_adapter_parameters_train_and_every_layout_gives_equal_losses(
+    ranks, folder, strategy, others
+):
     save_base(folder)
     check = only_adapters_are_trained
     alone = train(ranks, folder, "alone", 1, ["strategy=ddp"], after_step=check)
@@ -94,7 +98,7 @@ def initial(path, adapter, seed=0):
 
 
 @pytest.mark.parametrize("rule", [True, "gaussian"])
-def test_initial_values_are_those_of_the_library_and_of_the_folder(tmp_path, rule):
+def test_initial_adapter_values_equal_peft_and_the_saved_folder(tmp_path, rule):
     path, adapter = save_base(tmp_path), {**LORA, "init_lora_weights": rule}
     model, given = initial(path, adapter)
     base = loaded(path, "llama").state_dict()
@@ -135,7 +139,7 @@ def trained_model(folder, kind, adapter):
 
 
 def exported(folder, kind):
-    """The adapter of a run on the base, by the library alone."""
+    """Load the adapter of a run on the base with the library only."""
     from peft import PeftModel
 
     assert main(["convert", str(folder / "run"), str(folder / "adapter"), "--to", "peft"]) == 0
@@ -145,13 +149,16 @@ def exported(folder, kind):
     return PeftModel.from_pretrained(base, folder / "adapter")
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [
-    ("gpt2", "{r: 4, target_modules: [c_attn], init_lora_weights: gaussian}"),
-    ("mixtral", "{r: 4, target_modules: [q_proj], use_rslora: true}"),
-    ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
-    ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
-])  # fmt: skip
-def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, kind, adapter):
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("gpt2", "{r: 4, target_modules: [c_attn], init_lora_weights: gaussian}"),
+        ("mixtral", "{r: 4, target_modules: [q_proj], use_rslora: true}"),
+        ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
+        ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
+    ],
+)
+def test_exported_adapter_loads_in_peft_with_equal_logits(ranks, folder, kind, adapter):
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
 
@@ -182,7 +189,7 @@ def test_an_adapter_is_loaded_by_the_library_with_equal_logits(ranks, folder, ki
     assert config["base_model_name_or_path"] == str(folder / "base")
 
 
-def test_a_run_goes_on_on_another_layout(ranks, folder):
+def test_adapter_run_resumes_on_another_layout(ranks, folder):
     save_base(folder)
     whole = train(ranks, folder, "whole", 1, ["strategy=ddp"], steps=6)
     train(ranks, folder, "run", 4, ["strategy=hybrid"], steps=4)
@@ -199,7 +206,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes, message):
+def test_invalid_adapter_settings_give_one_message(tmp_path, monkeypatch, changes, message):
     path = save_base(tmp_path)
     if not changes:
         monkeypatch.setitem(sys.modules, "peft", None)
@@ -208,7 +215,7 @@ def test_an_adapter_that_cannot_be_is_one_message(tmp_path, monkeypatch, changes
     assert message in str(error.value)
 
 
-def test_a_folder_without_weights_has_nothing_to_adapt(tmp_path):
+def test_adapter_without_pretrained_weights_is_refused(tmp_path):
     drawn(architecture="llama", arguments=MODELS["llama"]).config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="holds no weights to adapt"):
         build_model(HuggingFaceModel(path=str(tmp_path), adapter=LORA))
@@ -251,7 +258,7 @@ def test_a_configuration_in_a_checkpoint_is_checked(ranks, folder, capsys):
 
 
 def own_adapted(**changes):
-    """A factory of somebody's own: a peft model whose base comes from the seed."""
+    """A custom factory: a peft model with a base initialized from the seed."""
     import peft
 
     from parallel2d.models import huggingface
@@ -262,7 +269,7 @@ def own_adapted(**changes):
     return peft.get_peft_model(base, settings)
 
 
-def test_a_peft_model_of_ones_own_is_trained_and_saved(ranks, folder):
+def test_custom_peft_model_is_trained_and_saved(ranks, folder):
     from safetensors.torch import load_file
 
     words = ["model=custom", "model.target=test_adapters:own_adapted", "optimizer.lr=1e-2"]
@@ -277,7 +284,7 @@ def test_a_peft_model_of_ones_own_is_trained_and_saved(ranks, folder):
     assert (config["r"], config["task_type"]) == (4, "CAUSAL_LM")
 
 
-def test_initial_values_that_need_the_base_are_refused_on_meta():
+def test_adapter_initialization_from_base_weights_is_refused_on_meta():
     with build_on_meta():
         model = own_adapted(use_dora=True)
     plan = InitialWeights(model, find_blocks(model), None)
@@ -290,7 +297,7 @@ def _lines_of_the_guide(base):
     return {n: p.requires_grad for n, p in model.named_parameters()}
 
 
-def test_the_guides_lines_shard_an_adapted_model(ranks, tmp_path):
+def test_guide_snippet_shards_an_adapted_model(ranks, tmp_path):
     for found in ranks.run(4, _lines_of_the_guide, save_base(tmp_path)):
         assert sum(found.values()) == 8
         assert all(("lora_" in name) == trained for name, trained in found.items())

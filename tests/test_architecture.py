@@ -82,7 +82,7 @@ def package_of(module):
 FOLDERS = {"base", "parallel", "training", "instruments"}
 
 
-def test_the_page_names_every_package_once():
+def test_architecture_page_names_every_package_once():
     found = {package_of(name) for name in MODULES if "." in name}
     assert sorted(packages()) == sorted(found - {"conf"} - FOLDERS)
 
@@ -99,7 +99,7 @@ def test_imports_point_down_or_to_the_right():
     assert not wrong
 
 
-def test_no_circle_of_modules():
+def test_imports_have_no_cycle():
     graph, done = uses(), set()
     for start in graph:
         _visit(start, graph, (), done)
@@ -114,18 +114,21 @@ def _visit(module, graph, path, done):
     done.add(module)
 
 
-@pytest.mark.parametrize(("library", "where"), [
-    (
-        "hydra",
-        {
-            f"parallel2d.base.config.{name}"
-            for name in ("composition", "error_messages", "overrides", "schema", "sweep")
-        },
-    ),
-    ("transformers", {"parallel2d.models.huggingface"}),
-    ("peft", {"parallel2d.models.adapters"}),
-])  # fmt: skip
-def test_a_library_is_imported_in_its_own_place_alone(library, where):
+@pytest.mark.parametrize(
+    ("library", "where"),
+    [
+        (
+            "hydra",
+            {
+                f"parallel2d.base.config.{name}"
+                for name in ("composition", "error_messages", "overrides", "schema", "sweep")
+            },
+        ),
+        ("transformers", {"parallel2d.models.huggingface"}),
+        ("peft", {"parallel2d.models.adapters"}),
+    ],
+)
+def test_library_is_imported_only_in_its_module(library, where):
     found = {
         name
         for name, path in MODULES.items()
@@ -140,11 +143,11 @@ def test_configuration_is_loaded_without_torch():
             assert "torch" not in {target.partition(".")[0] for target in imported(name, path)}
 
 
-def test_the_picture_is_that_of_the_page():
+def test_picture_of_architecture_page_is_up_to_date():
     assert draw(PAGE.read_text()) == PICTURE.read_text(), "run python -m tools.docs.architecture"
 
 
-def test_the_page_names_files_that_exist():
+def test_architecture_page_names_existing_files():
     text = PAGE.read_text()
     section = text[text.index("## Where to change what") :]
     named = [word for word in section.split("`") if word.endswith((".py", "/")) and " " not in word]
@@ -175,14 +178,14 @@ GRADIENT = "One gradient, from autograd to the optimizer"
 
 
 @pytest.mark.parametrize(("title", "most"), [(ARGUMENT, 15), (GRADIENT, 9)])
-def test_a_way_on_the_page_is_short_and_its_files_define_what_it_names(title, most):
+def test_reading_path_is_short_and_its_files_define_the_named_symbols(title, most):
     steps = way(title)
     assert 0 < len({path for path, _ in steps}) == len(steps) <= most
     for path, name in steps:
         assert name in names_in(path)[0], f"{path} does not define {name}"
 
 
-def test_each_step_of_an_argument_is_used_by_another_file_of_its_way():
+def test_each_symbol_of_a_reading_path_is_used_by_another_file_on_it():
     steps = way(ARGUMENT)
     used = {path: names_in(path)[1] for path, _ in steps}
     for path, name in steps[1:]:
@@ -192,12 +195,12 @@ def test_each_step_of_an_argument_is_used_by_another_file_of_its_way():
     assert "fully_shard" in {getattr(node, "id", None) for node in ast.walk(last)}
 
 
-def test_the_table_of_tests_names_every_file():
+def test_table_of_tests_names_every_file():
     named = re.findall(r"^\| `(test_\w+\.py)` \|", (ROOT / "tests" / "README.md").read_text(), re.M)
     assert sorted(named) == sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
 
 
-def test_the_project_lists_every_package():
+def test_pyproject_lists_every_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert set(settings["packages"]) == found

@@ -1,4 +1,6 @@
-"""Wrong words end at once, with a non-zero code and one message that names the key, the value and what is allowed."""
+"""Wrong overrides end at once, with a non-zero code and one message that names the key, the value
+and the allowed values.
+"""
 
 import os
 import re
@@ -48,10 +50,10 @@ CASES = [
     (("+train.extra=5", "train.zzzz=1"), ["unknown key train.extra", "--help train lists keys"]),
     (
         ("strategy=hybird", "compile=true", "precision=32", "optimizer=AdamW", "model=lama_debug", "bucketing=blocks"),
-        ["strategy=hybird", "did you mean hybrid", "compile=true is not one of block, none", "precision=32", "did you mean fp32",
+        ["strategy=hybird", "did you mean hybrid", "compile=true is not one of auto, block, none", "precision=32", "did you mean fp32",
          "did you mean adamw", "did you mean llama_debug", "did you mean block"],
     ),
-    (("-m", "compile=true,none", "train.stepz=1,2"), ["compile=true is not one of block, none", "did you mean train.steps?"]),
+    (("-m", "compile=true,none", "train.stepz=1,2"), ["compile=true is not one of auto, block, none", "did you mean train.steps?"]),
     (
         ("train.steps=abc", "train.seq_len=1.5", "optimizer.lr=fast", "train.deterministic=maybe", "mesh=3",
          "mesh.shard=2.5", "~train.seed", "train.epochs=[1,2", "train.gc_every="),
@@ -115,7 +117,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("words", "expected"), CASES, ids=[" ".join(words[-2:]) for words, _ in CASES]
 )
-def test_wrong_words_are_one_clear_message(words, expected, capsys):
+def test_wrong_overrides_give_one_clear_message(words, expected, capsys):
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith("parallel2d: ")
@@ -182,7 +184,7 @@ def test_contradictions_are_refused(words, told):
 
 
 def conditional_fields():
-    """Section, field and its readers, for each field that has an effect with some choices alone."""
+    """Section, field and its readers, for each field that has an effect only with some choices."""
     for section in vars(TrainConfig()).values():
         if is_dataclass(section):
             for item in fields(section):
@@ -207,7 +209,7 @@ def other_value(item):
 @pytest.mark.parametrize(
     ("kind", "item"), conditional_fields(), ids=lambda each: getattr(each, "name", "")
 )
-def test_a_key_is_refused_where_nothing_reads_it(kind, item):
+def test_key_without_reader_is_refused(kind, item):
     """With every choice that does not read it, and with no other."""
     of = item.metadata.get("of", "name")
     (choosing,) = [other for other in fields(kind) if other.name == of]
@@ -229,7 +231,9 @@ def test_a_key_is_refused_where_nothing_reads_it(kind, item):
     ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}, ["RANK=2", "WORLD_SIZE=2"]),
     ({"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}, ["RANK=zero"]),
 ])  # fmt: skip
-def test_an_incomplete_rank_is_one_clear_message(environment, expected, capsys, monkeypatch):
+def test_incomplete_rank_environment_gives_one_clear_message(
+    environment, expected, capsys, monkeypatch
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main([]) == 2
@@ -243,7 +247,7 @@ SLURM_TASK = {
 }  # fmt: skip
 
 
-def test_an_srun_task_is_a_rank_and_a_shell_is_not():
+def test_srun_task_is_a_rank_and_salloc_shell_is_not():
     environment = dict(SLURM_TASK)
     found = find_rank(environment)
     assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
@@ -264,7 +268,7 @@ def test_first_host_of_a_slurm_list(nodes, first):
     assert first_host(nodes) == first
 
 
-def test_nothing_is_left_behind_by_wrong_words(tmp_path):
+def test_wrong_overrides_leave_no_files(tmp_path):
     main(["strategy=hybird"])
     assert "outputs" not in os.listdir(tmp_path)
 
@@ -296,7 +300,7 @@ def test_a_run_directory_with_a_link_is_refused(tmp_path, capsys, place, owner):
         assert f"{link}: not a regular file" in capsys.readouterr().err
 
 
-def test_a_reference_is_looked_up_in_the_current_folder_last(tmp_path, monkeypatch):
+def test_import_path_searches_current_folder_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     (tmp_path / "own_part.py").write_text("def build(): pass")

@@ -24,8 +24,20 @@ TENSOR = {"replicate": 1, "shard": 2, "tensor": 2}
 # Fault -> the check that finds it; parameter, axis and ranks (None: any); a word of the cause
 FOUND = {
     "a sum in bf16": ("gradient", "embedding.weight", None, None, ""),
-    "a factor of 2": ("gradient", "embedding.weight", None, None, "2 times what it should be, as if summed instead of averaged over the replicate"),
-    "a parameter left out of one replica's reduction": ("copies", "embedding.weight", "replicate", (0, 1, 2, 3), ""),
+    "a factor of 2": (
+        "gradient",
+        "embedding.weight",
+        None,
+        None,
+        "2 times what it should be, as if summed instead of averaged over the replicate",
+    ),
+    "a parameter left out of one replica's reduction": (
+        "copies",
+        "embedding.weight",
+        "replicate",
+        (0, 1, 2, 3),
+        "",
+    ),
     "a stale buffer": ("gradient", "layers.0.gate.weight", None, None, "step before"),
     "a missed micro-batch": ("loss", None, None, (1,), "missing or repeated: 1 of 2"),
     "a lost contribution to the norm": ("norm", None, None, (3,), "lacks the gradient of scale"),
@@ -39,7 +51,7 @@ FOUND = {
     "other updates than the owners'": ("update", "layers.0.gate.weight", None, None, ""),
     "a model that depends on the rank": ("loss", None, None, (2,), "model"),
     "experts exchanged on one rank": ("loss", None, None, (2,), "model"),
-}  # fmt: skip
+}
 # Of faults that another layout has
 WORDS = {
     "half of an outer step": {"strategy": "hybrid", "sync": {"name": "diloco"}},
@@ -67,7 +79,7 @@ def test_every_fault_is_found_and_located(ranks, fault):
     ), found["lines"][:20]
 
 
-def test_every_kind_of_fault_is_tried():
+def test_parity_check_covers_every_kind_of_fault():
     assert set(FOUND) == set(parity_runs.FAULTS)
 
 
@@ -90,16 +102,21 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "sizes", "parallel", "optimizer"), [
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]), *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
-], ids=str)  # fmt: skip
-def test_sound_layouts_raise_no_alarm(ranks, model, sizes, parallel, optimizer):
+@pytest.mark.parametrize(
+    ("model", "sizes", "parallel", "optimizer"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LAYOUTS[::2]),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in LAYOUTS[1::2]),
+    ],
+    ids=str,
+)
+def test_correct_layouts_pass_the_parity_check(ranks, model, sizes, parallel, optimizer):
     found = ranks.run(4, parity_runs.run, model, sizes, parallel, "", optimizer)
     assert found[0]["passed"], found[0]["lines"][:20]
     assert found[0]["steps"] >= 5
 
 
-def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
+def test_correct_layout_reports_its_parameter_differences(ranks):
     found = ranks.run(4, parity_runs.run, "experts", HYBRID, {"strategy": "hybrid"})
     assert found[0]["passed"], found[0]["lines"][:20]
     assert all(each["untouched"] for each in found)
@@ -114,7 +131,7 @@ def test_a_sound_layout_and_what_can_be_said_of_its_parameters(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 4])
-def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
+def test_tensor_ranks_must_draw_equal_random_numbers(ranks, seed):
     plan = {"head": "colwise_gather_output"}
     words = {"strategy": "zero3"}
     found = ranks.run(4, parity_runs.run, "untied", TENSOR, words, "", "adamw", seed, plan)[0]
@@ -123,8 +140,10 @@ def test_tensor_ranks_must_draw_the_same_numbers(ranks, seed):
     assert found["passed"] == (seed is not None), found["lines"][:10]
 
 
-def said_of_collectives(change):
-    """Of a step in which two replicas reduced twice, of which rank 1 did something else."""
+def report_of_collectives(change):
+    """Report the collectives of a step with two reductions per replica and another collective on
+    rank 1.
+    """
     mesh = SimpleNamespace(mesh=torch.arange(2).view(2, 1), mesh_dim_names=("replicate", "shard"))
     mesh.shape = (2, 1)
     config = ParallelConfig("ddp")
@@ -146,11 +165,11 @@ def said_of_collectives(change):
 
 
 def test_collectives_are_compared_with_the_policy_and_among_ranks():
-    assert said_of_collectives("") == {}
-    assert said_of_collectives("bytes") == {"bytes": ()}
-    assert said_of_collectives("order") == {"order of collectives": (0, 1)}
-    assert said_of_collectives("less") == {"bytes": (), "order of collectives": (0, 1)}
-    assert said_of_collectives("dtype") == {"collective": (1,), "order of collectives": (0, 1)}
+    assert report_of_collectives("") == {}
+    assert report_of_collectives("bytes") == {"bytes": ()}
+    assert report_of_collectives("order") == {"order of collectives": (0, 1)}
+    assert report_of_collectives("less") == {"bytes": (), "order of collectives": (0, 1)}
+    assert report_of_collectives("dtype") == {"collective": (1,), "order of collectives": (0, 1)}
 
 
 MODEL = """
@@ -175,10 +194,21 @@ class Louder(nn.Module):
         return self.head(x)
 """
 SMALL = (
-    "launch.nproc_per_node=2", "strategy=ddp", "model=custom", "model.target=louder:Louder", "data=text", "data.path=corpus.txt",
-    "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=4", "train.validate_every=0",
-    "metrics.console=plain", "metrics.tensorboard=false", "checkpoint.enabled=false",
-)  # fmt: skip
+    "launch.nproc_per_node=2",
+    "strategy=ddp",
+    "model=custom",
+    "model.target=louder:Louder",
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "train.steps=4",
+    "train.validate_every=0",
+    "metrics.console=plain",
+    "metrics.tensorboard=false",
+    "checkpoint.enabled=false",
+)
 
 
 @pytest.fixture
@@ -199,7 +229,7 @@ CHUNKED = ("train.loss_chunk=9", "train.z_loss=0.01")
 
 
 def certificate_of_job(folder, other_samples):
-    """What is wrong with a job, one of whose ranks may read other samples."""
+    """Return the problems of a job with a rank that may read other samples."""
     from parallel2d.training.data.stream import SampleStream
 
     read = SampleStream.read
@@ -215,7 +245,7 @@ def certificate_of_job(folder, other_samples):
 
 
 @pytest.mark.parametrize("other_samples", [False, True])
-def test_a_job_is_certified_unless_a_rank_reads_other_samples(ranks, folder, other_samples):
+def test_parity_check_passes_unless_a_rank_reads_other_samples(ranks, folder, other_samples):
     problems = ranks.run(2, certificate_of_job, str(folder), other_samples)[1]
     assert bool(problems) == other_samples
     assert ("loss" in problems and "on rank 1" in problems) == other_samples
@@ -223,7 +253,7 @@ def test_a_job_is_certified_unless_a_rank_reads_other_samples(ranks, folder, oth
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_certificate_and_trains_nothing(folder):
+def test_parity_command_writes_its_report_and_trains_no_step(folder):
     done = execute(folder, "parallel2d.certify")
     assert done.returncode == 0, done.stderr
     assert "certified" in done.stdout
@@ -235,7 +265,7 @@ def test_the_command_writes_a_certificate_and_trains_nothing(folder):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 1), (1, 1), (130, 130)])
-def test_the_exit_code_of_the_command(code, expected):
+def test_parity_command_exit_codes(code, expected):
     with mock.patch.object(train, "main", return_value=code) as trained:
         assert certify_command(["strategy=ddp"]) == expected
     assert trained.call_args.args[0] == ["strategy=ddp", "train.certify_only=true"]
@@ -248,7 +278,7 @@ def certify_command(words):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_not_certified_does_not_begin(folder):
+def test_run_does_not_start_after_a_failed_parity_check(folder):
     done = execute(folder, "parallel2d.train", "train.certify=true", "model.arguments.rank=1")
     assert done.returncode == 2
     assert done.stderr.count("not certified") == 1
@@ -259,7 +289,7 @@ def test_a_run_that_is_not_certified_does_not_begin(folder):
 
 
 @pytest.mark.slow
-def test_a_certified_run_trains_as_one_without_certificate(ranks, folder):
+def test_run_after_a_parity_check_trains_as_without_it(ranks, folder):
     done = execute(folder, "parallel2d.train", "train.certify=true")
     assert done.returncode == 0, done.stderr
     assert (folder / "run" / "certificate.json").exists()
@@ -270,20 +300,20 @@ def test_a_certified_run_trains_as_one_without_certificate(ranks, folder):
 
 
 def fewer_layers():
-    """The model that is certified where there is room for few layers, and what is said about it."""
+    """Check the model with memory for few layers, and return the message."""
     notes = []
     with mock.patch.object(training_job, "free_bytes", return_value=60e6):
         model = training_job.fitting_model(LlamaModel(n_layers=8), torch.device("cpu"), notes)
     return model.n_layers, notes
 
 
-def test_a_model_that_is_too_large_is_certified_with_fewer_layers(ranks):
+def test_large_model_is_checked_with_fewer_layers(ranks):
     layers, notes = ranks.run(2, fewer_layers)[0]
     assert layers in (1, 2, 4)
     assert f"n_layers={layers} instead of 8" in notes[0]
 
 
-def test_a_batch_must_have_two_samples_for_each_data_rank(ranks):
+def test_parity_check_needs_two_samples_per_data_rank(ranks):
     with pytest.raises(AssertionError, match="at least two for each of 2 data ranks"):
         ranks.run(2, certify_three_samples)
 

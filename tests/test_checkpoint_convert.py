@@ -1,5 +1,6 @@
-"""Every format round-trips bit by bit, Hugging Face computes the same logits, no conversion holds the model in memory, and files
-that are made to harm are one message within bounds."""
+"""Every format round-trips bit by bit, Hugging Face computes the same logits, no conversion holds
+the model in memory, and files that are made to harm are one message within bounds.
+"""
 
 import copy
 import inspect
@@ -95,7 +96,7 @@ def same_tensors(a, b, kinds=("model", "optimizer")):
 
 
 @pytest.mark.parametrize("through", ["x.safetensors", "x.pt", "x"])
-def test_all_returns_bit_by_bit_and_training_goes_on(trained, tmp_path, through):
+def test_converted_checkpoint_returns_bitwise_and_training_continues(trained, tmp_path, through):
     folder, model, optimizer = trained
     to = ["--to", "parallel2d", "--shard-gib", "0.00001"] if through == "x" else []
     command("convert", folder, tmp_path / through, "--optimizer", *to)
@@ -117,7 +118,11 @@ def test_all_returns_bit_by_bit_and_training_goes_on(trained, tmp_path, through)
 
 def test_every_dtype_and_shape_returns_through_every_flat_format(tmp_path):
     values = {name: torch.arange(12).to(dtype).view(3, 4) for name, dtype in DTYPES.items()}
-    values |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3), "nan": torch.ones(1) * math.nan}  # fmt: skip
+    values |= {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "nan": torch.ones(1) * math.nan,
+    }
     torch.save({**values, "again": values["F32"]}, tmp_path / "a.pt")
     for source, target in (("a.pt", "b.safetensors"), ("b.safetensors", "c.pt"), ("c.pt", "d")):
         to = ["--to", "parallel2d"] if target == "d" else []
@@ -132,7 +137,7 @@ def test_every_dtype_and_shape_returns_through_every_flat_format(tmp_path):
     assert load_file(tmp_path / "b.safetensors").keys() == values.keys()
 
 
-def test_a_torch_file_is_what_load_state_dict_takes(trained, tmp_path):
+def test_converted_torch_file_loads_with_load_state_dict(trained, tmp_path):
     folder, model, optimizer = trained
     command("convert", folder, tmp_path / "weights.pt")
     other = initialized()
@@ -166,12 +171,16 @@ def test_dtype_casts_parameters_and_keeps_buffers(tmp_path, ending):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_views_are_read_as_what_they_show(tmp_path, capsys, zipped):
+def test_tensor_views_are_read_with_their_own_values(tmp_path, capsys, zipped):
     base, number = torch.arange(24.0).reshape(4, 6), torch.tensor([1 + 2j, 3 + 4j])
     views = {
-        "rows": base[1:3], "turned": base.T, "every": base[:, ::2], "one": torch.arange(8.0)[::8], "imaginary": number.conj().imag,
+        "rows": base[1:3],
+        "turned": base.T,
+        "every": base[:, ::2],
+        "one": torch.arange(8.0)[::8],
+        "imaginary": number.conj().imag,
         "repeated": torch.ones(1).expand(3, 4),
-    }  # fmt: skip
+    }
     options = {"_use_new_zipfile_serialization": zipped}
     torch.save(views, tmp_path / "w.pt", **options)
     command("convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
@@ -185,7 +194,7 @@ def test_views_are_read_as_what_they_show(tmp_path, capsys, zipped):
 
 @TRANSFORMERS
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_computes_the_same_logits_and_the_weights_return(tmp_path, tied):
+def test_transformers_computes_equal_logits_and_weights_convert_back(tmp_path, tied):
     import transformers
 
     model = initialized(tie_embeddings=tied)
@@ -199,16 +208,23 @@ def test_transformers_computes_the_same_logits_and_the_weights_return(tmp_path, 
 
 @TRANSFORMERS
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_made_by_transformers_trains_on_from_its_weights(tmp_path, capsys, tied):
+def test_transformers_llama_continues_training_from_its_weights(tmp_path, capsys, tied):
     import transformers
 
     torch.manual_seed(1)
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=67, max_position_embeddings=64, tie_word_embeddings=tied, rms_norm_eps=1e-6,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=67,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            rms_norm_eps=1e-6,
         )
-    )  # fmt: skip
+    )
     theirs.save_pretrained(tmp_path / "hf")
     command("convert", tmp_path / "hf", tmp_path / "ours", "--to", "parallel2d")
     overrides = dict(re.findall(r"model\.(\w+)=(\S+)", capsys.readouterr().out))
@@ -220,7 +236,7 @@ def test_a_llama_made_by_transformers_trains_on_from_its_weights(tmp_path, capsy
 
 
 @TRANSFORMERS
-def test_what_the_source_does_not_tell_is_asked_for(trained, tmp_path, capsys):
+def test_missing_source_settings_are_requested(trained, tmp_path, capsys):
     command("convert", trained[0], tmp_path / "x.safetensors")
     bare = tmp_path / "bare.safetensors"
     save_file(load_file(tmp_path / "x.safetensors"), bare)
@@ -241,14 +257,20 @@ REFUSED_CONFIGURATIONS = [
     ({"hidden_size": -1}, "The hidden size (-1)"),
     ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ({"num_hidden_layers": 10**9}, "is more than 10,000 layers"),
-    ({"rope_parameters": {"rope_theta": "fast", "rope_type": "default"}}, "rope_theta=fast must be a number above 0"),
+    (
+        {"rope_parameters": {"rope_theta": "fast", "rope_type": "default"}},
+        "rope_theta=fast must be a number above 0",
+    ),
     ({"attention_bias": True}, "attention_bias=True is not what parallel2d's Llama computes"),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_parameters"),
-]  # fmt: skip
+    (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_parameters",
+    ),
+]
 
 
 @TRANSFORMERS
-def test_a_folder_of_hugging_face_that_cannot_be_is_refused(trained, tmp_path, capsys):
+def test_invalid_hugging_face_folder_is_refused(trained, tmp_path, capsys):
     command("convert", trained[0], tmp_path / "hf", "--to", "hf", "--shard-gib", "0.00002")
     out = (tmp_path / "out", "--to", "parallel2d")
     file = tmp_path / "hf" / "config.json"
@@ -266,7 +288,9 @@ def test_a_folder_of_hugging_face_that_cannot_be_is_refused(trained, tmp_path, c
         fails(capsys, "convert", tmp_path / "hf", *out)
 
 
-def test_nothing_is_written_over_and_nothing_left(trained, tmp_path, capsys, monkeypatch):
+def test_convert_overwrites_no_file_and_leaves_no_partial_output(
+    trained, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "x.pt").write_text("mine")
     assert "exists already" in fails(capsys, "convert", trained[0], tmp_path / "x.pt")
     assert (tmp_path / "x.pt").read_text() == "mine"
@@ -316,10 +340,15 @@ class Calls:
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize(
     "value",
-    [Calls(bytearray, 3_000_000_000), b"bytes", torch.eye(3).to_sparse(), torch.empty(3, device="meta")],
+    [
+        Calls(bytearray, 3_000_000_000),
+        b"bytes",
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+    ],
     ids=["memory", "codec", "sparse", "meta"],
-)  # fmt: skip
-def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, value, zipped):
+)
+def test_convert_reads_only_the_entries_of_weights(tmp_path, capsys, value, zipped):
     torch.save({"a": value}, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     text = fails(capsys, "convert", tmp_path / "w.pt", tmp_path / "w.safetensors")
     assert "does not contain only weights" in text
@@ -327,19 +356,31 @@ def test_what_weights_do_not_need_is_not_read(tmp_path, capsys, value, zipped):
 
 HARMFUL = {
     # A dict with a tuple of two tuples of two tuples ... as its key.
-    "a key that takes years to hash": (b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s", "it takes above 1 seconds"),
-    "an array of 4 TiB": (b"}X\1\0\0\0wctorch.storage\nUntypedStorage\n\x8a\6\0\0\0\0\0\4\x85Rs", "4398046511104"),
+    "a key that takes years to hash": (
+        b"})" + b"q\x00h\x00\x86" * 60 + b"K\x01s",
+        "it takes above 1 seconds",
+    ),
+    "an array of 4 TiB": (
+        b"}X\1\0\0\0wctorch.storage\nUntypedStorage\n\x8a\6\0\0\0\0\0\4\x85Rs",
+        "4398046511104",
+    ),
     "some millions of lists": (b"]" * 2_000_000, "w.pt is not"),
     "a name of a million letters": (b"c" + b"a" * 1_000_000 + b"\nb\n", "w.pt is not"),
     # A state for a tuple, which torch refuses to set.
     "a state for a tuple": (b")}b", "Can only build Tensor"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if " million" in name else name for name in HARMFUL
-])  # fmt: skip
-def test_a_torch_file_with_is_one_message_within_bounds(tmp_path, capsys, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if " million" in name else name
+        for name in HARMFUL
+    ],
+)
+def test_damaged_torch_file_gives_one_message_in_bounded_memory(
+    tmp_path, capsys, monkeypatch, name
+):
     monkeypatch.setattr(limited_child, "MOST_SECONDS", 1)
     monkeypatch.setattr(limited_child, "MOST_BYTES", 2**26)
     data, says = HARMFUL[name]
@@ -357,7 +398,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path, capsys, record):
     assert "it is a compressed archive" in text
 
 
-def test_optimizer_facts_of_another_form_are_one_message(tmp_path, capsys):
+def test_malformed_optimizer_settings_give_one_message(tmp_path, capsys):
     facts = json.dumps({"optimizer": {"groups": [{"names": ["a"]}]}})
     tensors = {"a": torch.ones(2), "optimizer/exp_avg/a": torch.ones(2)}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"parallel2d": facts})
@@ -366,7 +407,7 @@ def test_optimizer_facts_of_another_form_are_one_message(tmp_path, capsys):
     assert "groups do not list parameter names" in capsys.readouterr().err
 
 
-def test_a_file_of_holes_is_not_converted(tmp_path, capsys):
+def test_sparse_file_is_not_converted(tmp_path, capsys):
     size = 2**33
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with open(tmp_path / "w.safetensors", "wb") as file:
@@ -376,7 +417,7 @@ def test_a_file_of_holes_is_not_converted(tmp_path, capsys):
     assert "of which 4096 are on the disk" in text
 
 
-def test_inspect_shows_what_there_is_and_verify_that_it_is_sound(trained, tmp_path, capsys):
+def test_inspect_lists_the_content_and_verify_confirms_it(trained, tmp_path, capsys):
     command("inspect", trained[0])
     text = capsys.readouterr().out
     assert "step 1, position 8" in text
@@ -405,7 +446,7 @@ print((peak_memory() - before) / 2**20)
 
 
 def growth(folder, *commands):
-    """MiB that a process grows by, once the first command has loaded what it needs."""
+    """Return the growth of the process in MiB after the first command has loaded its imports."""
     words = [sys.executable, "-c", MEASURED, *commands]
     result = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -413,7 +454,7 @@ def growth(folder, *commands):
 
 
 @pytest.mark.slow
-def test_peak_memory_is_a_few_tensors_not_the_model(tmp_path):
+def test_convert_peak_memory_is_a_few_tensors(tmp_path):
     tensors, mib = 24, 8
     values = [torch.nn.Parameter(torch.full((mib, 2**18), float(i))) for i in range(tensors)]
     source = save(tmp_path / "run", torch.nn.ParameterList(values))

@@ -1,6 +1,8 @@
-"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer is one clear message.
+"""Checkpoints made to harm: nothing in them runs, nothing outside of them is read, and the answer
+is one clear message.
 
-Checksums are recomputed to match after every alteration: they guard against accidents and are not the defence.
+Checksums are recomputed to match after every alteration: they guard against accidents and are not
+the defence.
 """
 
 import hashlib
@@ -96,10 +98,18 @@ def bombs(marker):
     return {"pickle": pickle.dumps(Bomb(marker)), "torch.save": zipped.getvalue()}
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("manifest.json", "pickle"), ("manifest.json", "torch.save"), (DATA, "pickle"), (DATA, "torch.save"), (".metadata", "pickle"),
-    ("extra.pt", "torch.save"), ("extra.safetensors", "pickle"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("manifest.json", "pickle"),
+        ("manifest.json", "torch.save"),
+        (DATA, "pickle"),
+        (DATA, "torch.save"),
+        (".metadata", "pickle"),
+        ("extra.pt", "torch.save"),
+        ("extra.safetensors", "pickle"),
+    ],
+)
 def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
     marker = tmp_path / "executed"
     (victim / name).write_bytes(bombs(marker)[kind])
@@ -112,7 +122,7 @@ def test_a_pickle_in_any_file_is_never_executed(victim, tmp_path, name, kind):
     assert not marker.exists()
 
 
-def test_only_a_pickled_dcp_folder_is_named_for_what_it_is(tmp_path):
+def test_only_pickled_dcp_folder_is_named_as_dcp(tmp_path):
     marker = tmp_path / "executed"
     os.makedirs(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
@@ -134,20 +144,35 @@ def test_references_to_code_in_saved_settings_stay_text(victim, tmp_path):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ([[]], "the settings of the optimizer's groups are not a mapping"),
-    ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
-    ({"betas": 0.9}, "its betas is 0.9, not a list"),
-])  # fmt: skip
-def test_settings_of_another_kind_are_refused(victim, tmp_path, settings, says):
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([[]], "the settings of the optimizer's groups are not a mapping"),
+        ({"lr": "\x1b[31m" + "9" * 10_000}, "its lr is"),
+        ({"betas": 0.9}, "its betas is 0.9, not a list"),
+    ],
+)
+def test_saved_settings_of_another_type_are_refused(victim, tmp_path, settings, says):
     reseal(victim, lambda manifest: manifest["optimizer"]["groups"][0].update(settings=settings))
     refused(victim, tmp_path, says, settings=True)
 
 
-@pytest.mark.parametrize("name", [
-    "../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "..", "", "C:\\x.safetensors", "s3://bucket/x.safetensors",
-    "x\0.safetensors", "\x1b[2Jx.safetensors", "x.pt", "~root.safetensors",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/../../secret.safetensors",
+        "..",
+        "",
+        "C:\\x.safetensors",
+        "s3://bucket/x.safetensors",
+        "x\0.safetensors",
+        "\x1b[2Jx.safetensors",
+        "x.pt",
+        "~root.safetensors",
+    ],
+)
 def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     shutil.copy(victim / DATA, tmp_path / "secret.safetensors")
 
@@ -161,7 +186,7 @@ def test_file_names_that_are_paths_are_refused(victim, tmp_path, name):
     refused(victim, tmp_path, "cannot be the name of a file")
 
 
-def test_a_linked_step_is_passed_over(original, tmp_path):
+def test_symlinked_step_is_skipped(original, tmp_path):
     Small(tmp_path).train(1).checkpointer.finish()
     os.symlink(original, tmp_path / "checkpoints" / "step-00000009")
     assert Small(tmp_path).restore()["step"] == 1
@@ -189,7 +214,7 @@ EMPTY = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 
 
 def data_as(content):
-    """Another data file: what ``content`` makes of it."""
+    """Replace the data file with the result of ``content``."""
 
     def change(folder):
         (folder / DATA).write_bytes(content((folder / DATA).read_bytes()))
@@ -270,7 +295,7 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_a_folder_is_refused_that_has(victim, tmp_path, capsys, name):
+def test_hostile_checkpoint_folder_is_refused(victim, tmp_path, capsys, name):
     alter, says = ALTERED[name]
     alter(victim)
     refused(victim, tmp_path, says)
@@ -334,26 +359,38 @@ MANIFESTS = {
     "groups of nothing": _set("optimizer", "groups", [{"parameters": [[]]}]),
     "a name with an escape sequence": _renamed("\x1b[31mred"),
     "a random generator of another dtype": _set("tensors", "rng/00000/torch", "dtype", "I8"),
-    "a random generator of a million words": _set("tensors", "rng/00000/python", {"dtype": "U8", "shape": [10**6], "chunks": [[DATA, [0], [10**6]]]}),
-}  # fmt: skip
+    "a random generator of a million words": _set(
+        "tensors",
+        "rng/00000/python",
+        {"dtype": "U8", "shape": [10**6], "chunks": [[DATA, [0], [10**6]]]},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_with(victim, tmp_path, name):
+def test_hostile_manifest_is_refused(victim, tmp_path, name):
     reseal(victim, MANIFESTS[name])
     refused(victim, tmp_path)
 
 
-@pytest.mark.parametrize("text", [
-    b"{", b"null", b"[" * 200_000, b'{"format":1,"format":1}', b"\xff", b'{"format":' + b"1" * 100_000 + b"}",
-])  # fmt: skip
-def test_a_manifest_that_is_no_manifest(victim, tmp_path, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{",
+        b"null",
+        b"[" * 200_000,
+        b'{"format":1,"format":1}',
+        b"\xff",
+        b'{"format":' + b"1" * 100_000 + b"}",
+    ],
+)
+def test_malformed_manifest_is_refused(victim, tmp_path, text):
     (victim / "manifest.json").write_bytes(text)
     refused(victim, tmp_path, "manifest.json")
 
 
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])
-def test_random_generators_are_not_given_impossible_states(victim, tmp_path, name):
+def test_invalid_random_generator_states_are_refused(victim, tmp_path, name):
     data = bytearray((victim / DATA).read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     begin, end = json.loads(data[8 : 8 + length])[f"rng/00000/{name}"]["data_offsets"]
@@ -364,7 +401,7 @@ def test_random_generators_are_not_given_impossible_states(victim, tmp_path, nam
         Small(tmp_path / "run", resume=str(victim)).restore()
 
 
-def test_state_beside_tensors_cannot_replace_them(victim, tmp_path):
+def test_non_tensor_state_cannot_replace_tensors(victim, tmp_path):
     scalars = {"0.weight": {"exp_avg": 7, "step": "x", "__class__": "os"}}
     reseal(victim, _set("optimizer", "scalars", scalars))
     small = Small(tmp_path / "run", resume=str(victim))
@@ -374,9 +411,14 @@ def test_state_beside_tensors_cannot_replace_them(victim, tmp_path):
 
 
 TRAINED = {
-    "step": 1, "samples": 32, "tokens": 100, "skipped": 0, "skipped_in_a_row": 0, "scaler": {"scale": 1.0, "good_steps": 0},
+    "step": 1,
+    "samples": 32,
+    "tokens": 100,
+    "skipped": 0,
+    "skipped_in_a_row": 0,
+    "scaler": {"scale": 1.0, "good_steps": 0},
     "data_fingerprint": "00",
-}  # fmt: skip
+}
 STATES = {
     "nothing": {},
     "text for a number": TRAINED | {"tokens": "many"},
@@ -391,7 +433,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_run_does_not_go_on_from(victim, tmp_path, name):
+def test_run_does_not_resume_from_hostile_state(victim, tmp_path, name):
     reseal(victim, lambda manifest: manifest["layout"].update(global_batch_size=32))
     reseal(victim, _set("state", STATES[name]))
     refused(victim, tmp_path, "no run can continue from its state")
@@ -401,7 +443,7 @@ def test_a_run_does_not_go_on_from(victim, tmp_path, name):
     assert Small(tmp_path / "run", resume=str(victim)).restore()["tokens"] == 100
 
 
-def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
+def test_step_of_another_size_and_mesh_of_other_ranks_are_refused(victim, tmp_path):
     reseal(victim, lambda manifest: manifest.update(step=2**62))
     refused(victim, tmp_path, "too large")
     reseal(victim, lambda manifest: manifest.update(step=2**53))
@@ -421,17 +463,24 @@ def test_a_step_of_another_size_and_a_mesh_of_other_ranks(victim, tmp_path):
 def grid(shape, parts):
     sizes = tuple(size // n for size, n in zip(shape, parts, strict=True))
     numbers = itertools.product(*map(range, parts))
-    return [Region(tuple(i * size for i, size in zip(place, sizes, strict=True)), sizes) for place in numbers]  # fmt: skip
+    return [
+        Region(tuple(i * size for i, size in zip(place, sizes, strict=True)), sizes)
+        for place in numbers
+    ]
 
 
-@pytest.mark.parametrize(("shape", "regions"), [
-    ((), [Region((), ())]),
-    ((0, 4), []),
-    ((9,), grid((9,), (3,))),
-    ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
-    ((10, 100_000), grid((10, 100_000), (1, 100_000))),
-], ids=["scalar", "empty", "line", "grid", "many"])  # fmt: skip
-def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
+@pytest.mark.parametrize(
+    ("shape", "regions"),
+    [
+        ((), [Region((), ())]),
+        ((0, 4), []),
+        ((9,), grid((9,), (3,))),
+        ((6, 8, 10), grid((6, 8, 10), (2, 4, 5))),
+        ((10, 100_000), grid((10, 100_000), (1, 100_000))),
+    ],
+    ids=["scalar", "empty", "line", "grid", "many"],
+)
+def test_valid_chunks_are_accepted_in_bounded_time(shape, regions):
     random.Random(1).shuffle(regions)
     begin = time.process_time()
     check_tiling(shape, regions)
@@ -441,16 +490,19 @@ def test_chunks_that_cover_a_tensor_once_are_taken_soon(shape, regions):
 CORNERS = [Region((0, 0), (1, 1)), Region((1, 1), (1, 1))]
 
 
-@pytest.mark.parametrize(("shape", "regions"), [
-    ((), [Region((), ()), Region((), ())]),
-    ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
-    ((2, 2), CORNERS * 2),
-    # Covered, but not cut along whole planes
-    ((2, 2), [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((1, 1), (1, 1))]),
-    ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
-    ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
-])  # fmt: skip
-def test_chunks_that_do_not_are_refused_soon(shape, regions):
+@pytest.mark.parametrize(
+    ("shape", "regions"),
+    [
+        ((), [Region((), ()), Region((), ())]),
+        ((4,), [Region((0,), (2,)), Region((1,), (2,))]),
+        ((2, 2), CORNERS * 2),
+        # Covered, but not cut along whole planes
+        ((2, 2), [Region((0, 0), (2, 1)), Region((0, 1), (1, 1)), Region((1, 1), (1, 1))]),
+        ((10, 1000), [*grid((10, 1000), (1, 1000))[:-1], Region((0, 0), (10, 1))]),
+        ((4,) * 24, [Region((0,) * d + (2,) + (0,) * (23 - d), (2,) * 24) for d in range(24)]),
+    ],
+)
+def test_invalid_chunks_are_refused_in_bounded_time(shape, regions):
     begin = time.process_time()
     with pytest.raises(ValueError):
         check_tiling(shape, regions)

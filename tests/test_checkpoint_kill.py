@@ -1,4 +1,6 @@
-"""Whatever is killed and when, the newest published checkpoint is complete, and the run resumes from it."""
+"""After SIGKILL at any moment the newest published checkpoint is complete, and the run resumes
+from it.
+"""
 
 import contextlib
 import multiprocessing.connection
@@ -56,7 +58,7 @@ def _values(model, optimizer):
 
 
 def save_without_end(folder, keep_last, asynchronous):
-    """Restores, checks that what it got is one step's state, and saves on until it is killed."""
+    """Restore, check that the state belongs to one step, and save until the process is killed."""
     import torch.distributed as dist
 
     model, optimizer, checkpointer = _build(folder, keep_last, asynchronous)
@@ -68,7 +70,7 @@ def save_without_end(folder, keep_last, asynchronous):
         for value in _local_values(model, optimizer):
             value.fill_(step)
         checkpointer.save_if_due(step, {"samples": step})
-        # What the run knows to be published, for the test to hold against what it finds.
+        # The run records its published steps, for comparison with the steps on the disk.
         if dist.get_rank() == 0:
             with open(os.path.join(folder, "known"), "a") as file:
                 file.write(f"{step} {max(checkpointer.published, default=0)}\n")
@@ -80,8 +82,8 @@ def restore_once(folder):
     return state, _values(model, optimizer)
 
 
-def told(known):
-    """The lines that are whole."""
+def recorded_steps(known):
+    """Return the pairs in the complete lines of the file ``known``."""
     with contextlib.suppress(FileNotFoundError), open(known) as file:
         return [tuple(map(int, line.split())) for line in file.read().split("\n")[:-1]]
     return []
@@ -104,7 +106,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
         # Wait for the first saves, in the last round for the first that is published, then for a random
         # while; an answer before the kill is a failure of the run.
         least = int(number == rounds - 1)
-        while max((published for _, published in told(known)), default=-1) < least:
+        while max((published for _, published in recorded_steps(known)), default=-1) < least:
             assert not multiprocessing.connection.wait(pool.connections, timeout=0.005), (
                 pool.connections[0].recv()
             )
@@ -114,7 +116,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             os.kill(process.pid, signal.SIGKILL)
         for process in pool.processes:
             process.join()
-        step, published = told(known)[-1]
+        step, published = recorded_steps(known)[-1]
         on_disk = os.listdir(os.path.join(folder, "checkpoints"))
         complete = sorted(int(name[5:]) for name in on_disk if name.startswith("step-"))
         pool.folder.cleanup()
@@ -127,8 +129,9 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
             assert state["step"] == state["samples"] == max(complete)
             assert values == {float(state["step"])}, "a mixture of steps was read"
             assert state["step"] >= published, "a published checkpoint was lost"
-            # At most one save is running, and a new one waits for it: two intervals bound what a kill can
-            # cost when the save of the last interval was still being written, one when it was not.
+            # At most one save is running, and a new save waits for it: a kill costs at most two
+            # intervals if the save of the last interval was still being written, otherwise one
+            # interval.
             assert step - state["step"] <= (2 if asynchronous else 1) * INTERVAL
         left = os.listdir(os.path.join(folder, "checkpoints"))
         assert all(name.startswith(("step-", ".")) for name in left), "nothing is moved aside"
@@ -136,7 +139,7 @@ def kill_while_saving(ranks, tmp_path, seed, rounds):
     return results
 
 
-def test_sigkill_of_all_ranks_at_random_moments_never_costs_a_published_checkpoint(ranks, tmp_path):
+def test_sigkill_of_all_ranks_keeps_every_published_checkpoint(ranks, tmp_path):
     results = kill_while_saving(ranks, tmp_path, seed=1, rounds=2)
     assert results[-1][0] > 0
 

@@ -1,4 +1,6 @@
-"""A checkpoint of any layout loads into any other, and the run goes on as if nothing had happened."""
+"""A checkpoint of any layout loads into any other layout, and the run continues with the same
+losses.
+"""
 
 import json
 import math
@@ -20,7 +22,9 @@ MESH = {"replicate": 2, "shard": 2}
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, tmp_path_factory):
-    """fp64 losses of a run on hybrid 2x2 that never stopped, and the run dir of one that stopped at step 4."""
+    """fp64 losses of a run on hybrid 2x2 that never stopped, and the run dir of one that stopped
+    at step 4.
+    """
     folder = tmp_path_factory.mktemp("source")
     whole = ranks.run(4, run, str(folder / "whole"), MESH, PRECISE, steps=STEPS)[0]
     ranks.run(4, run, str(folder / "half"), MESH, PRECISE, steps=4)
@@ -35,7 +39,7 @@ CHAIN = [
 ]
 
 
-def test_loss_goes_on_as_before_on_one_layout_after_another(ranks, uninterrupted, tmp_path):
+def test_resume_on_each_other_layout_continues_the_losses(ranks, uninterrupted, tmp_path):
     expected, source = uninterrupted
     shutil.copytree(source, tmp_path / "run")
     for step, (world, mesh, config) in enumerate(CHAIN, start=5):
@@ -52,7 +56,7 @@ def test_resume_on_the_same_layout_is_bitwise(ranks, uninterrupted, tmp_path):
     assert rest == {step: expected[step] for step in (5, 6)}
 
 
-def test_a_save_right_after_validation_stores_the_same(ranks, tmp_path):
+def test_save_after_validation_stores_training_weights(ranks, tmp_path):
     """zero2 keeps parameters gathered after a forward without backward."""
     layout, found = ({"shard": 2}, {"strategy": "zero2"}), []
     for name, validate in (("no", False), ("yes", True)):
@@ -79,7 +83,7 @@ def test_another_precision_loads_with_values_rounded_to_it(ranks, uninterrupted,
 @pytest.mark.parametrize(
     ("world", "mesh", "strategy"), [(4, MESH, "hybrid"), (3, {"replicate": 3}, "ddp")]
 )
-def test_nothing_is_written_twice_and_work_is_spread(ranks, tmp_path, world, mesh, strategy):
+def test_each_shard_is_written_once_and_writes_are_balanced(ranks, tmp_path, world, mesh, strategy):
     result = ranks.run(world, run, str(tmp_path), mesh, {"strategy": strategy}, steps=1)[0]
     folder = tmp_path / "checkpoints" / "step-00000001"
     manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -98,7 +102,9 @@ def test_nothing_is_written_twice_and_work_is_spread(ranks, tmp_path, world, mes
 
 
 def plans():
-    """What this rank writes of a tensor of 64 MiB that all ranks hold, and of small ones."""
+    """Return the chunks that this rank writes of a replicated tensor of 64 MiB and of small
+    tensors.
+    """
     from parallel2d import MeshSpec, build_mesh
     from parallel2d.training.checkpoint.save import plan_writes
 
@@ -111,7 +117,7 @@ def plans():
     ]
 
 
-def test_a_large_rectangle_is_cut_in_parts_of_16_mib(ranks):
+def test_large_shard_is_split_into_chunks_of_16_mib(ranks):
     large = [("large", 2 * rank, 2) for rank in range(4)]
     found = ranks.run(4, plans)
     assert [plan[0] for plan in found] == large

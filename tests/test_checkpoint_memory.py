@@ -1,4 +1,4 @@
-"""Copies of the state in the nodes' memory: what is found again after which loss, and what is never used."""
+"""In-memory checkpoints on the nodes: copies restored after each failure, and copies never used."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from unittest import mock
 import memory_runs
 import pytest
 import torch.distributed as dist
-from memory_runs import life
+from memory_runs import train_until
 from training import largest_difference
 from workers import WorkerError
 
@@ -27,7 +27,9 @@ FOUR = {"replicate": 4, "shard": 1}
 
 
 class Cluster:
-    """A run directory, and nodes by letter: ``run(ranks, "AABB", ...)`` is a life with two ranks on A and two on B."""
+    """A run directory, and nodes by letter: ``run(ranks, "AABB", ...)`` is a life with two ranks
+    on A and two on B.
+    """
 
     def __init__(self, folder: Path, ranks):
         self.folder, self.ranks = folder, ranks
@@ -38,14 +40,14 @@ class Cluster:
 
     def run(self, nodes: str, mesh=HYBRID, **options):
         homes = [str(self.node(letter)) for letter in nodes]
-        return self.ranks.run(len(nodes), life, str(self.run_dir), homes, mesh, **options)
+        return self.ranks.run(len(nodes), train_until, str(self.run_dir), homes, mesh, **options)
 
     def lose(self, letters: str) -> None:
         for letter in letters:
             shutil.rmtree(self.node(letter))
 
     def copies(self, letter: str) -> list[str]:
-        """STEP.RANKS of what a node holds."""
+        """Names STEP.RANKS of the copies on a node."""
         found = self.node(letter).glob("run-*/*/*/*/step-*")
         return sorted(
             f"{int(path.name[5:])}.{path.parent.name.replace('0000', '')}" for path in found
@@ -69,7 +71,7 @@ def undisturbed(tmp_path_factory, ranks):
     return Cluster(tmp_path_factory.mktemp("undisturbed"), ranks).run("AABB", until=6, every=0)
 
 
-def said(lives, text: str) -> bool:
+def is_logged(lives, text: str) -> bool:
     return any(text in line for life in lives for line in life["log"])
 
 
@@ -79,7 +81,9 @@ def start(lives) -> int:
 
 
 def continues(lives, whole, first: int, rel: float = 0, draws: bool = True) -> None:
-    """The losses and random numbers of the steps from ``first`` on are those of a life without a restart, to the bit."""
+    """The losses and random numbers of the steps after ``first`` equal a run without a restart
+    bitwise.
+    """
     assert start(lives) == first - 1
     for now, then in zip(lives, whole, strict=True):
         assert not draws or now["draws"] == {step: then["draws"][step] for step in now["draws"]}
@@ -87,7 +91,7 @@ def continues(lives, whole, first: int, rel: float = 0, draws: bool = True) -> N
         assert now["losses"] == pytest.approx(expected, rel=rel, abs=0)
 
 
-def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undisturbed):
+def test_replaced_node_restores_bitwise_from_the_other_replica(cluster, undisturbed):
     cluster.run("AABB", until=5)
     assert cluster.copies("A") == ["2.place-0", "2.place-1", "4.place-0", "4.place-1"]
     assert cluster.copies("B") == ["2.place-2", "2.place-3", "4.place-2", "4.place-3"]
@@ -96,14 +100,16 @@ def test_a_lost_node_comes_back_from_the_other_replica_bit_by_bit(cluster, undis
     lives = cluster.run("CCAA", until=6)
     continues(lives, undisturbed, 5, draws=False)
     assert not list((cluster.run_dir / "checkpoints").glob("step-*"))
-    assert said(lives, "loaded step-00000004 from memory")
-    # A new node gets a copy of its own after the first step; two are kept.
+    assert is_logged(lives, "loaded step-00000004 from memory")
+    # A new node gets its copy after the first step; two copies are kept.
     assert cluster.copies("C") == ["5.place-0", "5.place-1", "6.place-0", "6.place-1"]
 
 
 @pytest.mark.slow
-def test_what_replicas_split_comes_back_from_another_node(cluster, tmp_path, ranks):
-    """With split updates in bf16 a rank needs more of an average than of the weights that it keeps unrounded."""
+def test_state_split_across_replicas_is_restored_from_a_backup_node(cluster, tmp_path, ranks):
+    """With split updates in bf16 a rank needs more of an average than of the weights that it keeps
+    unrounded.
+    """
     split = {"strategy": "hybrid_full", "precision": "fp64", "sync": SyncConfig(wire="bf16")}
     options = {"until": 5, "parallel": split, "decay": 0.9}
     whole = Cluster(tmp_path / "whole", ranks).run("AABB", FOUR, every=0, **options)
@@ -116,10 +122,12 @@ def test_what_replicas_split_comes_back_from_another_node(cluster, tmp_path, ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", [
-    SyncConfig("diloco", every=3), SyncConfig(wire="int4", warmup=0)
-], ids=["diloco", "int4"])  # fmt: skip
-def test_what_one_replica_alone_has_comes_from_its_node_or_the_disk(cluster, tmp_path, ranks, sync):
+@pytest.mark.parametrize(
+    "sync",
+    [SyncConfig("diloco", every=3), SyncConfig(wire="int4", warmup=0)],
+    ids=["diloco", "int4"],
+)
+def test_state_of_one_replica_is_restored_from_its_node_or_disk(cluster, tmp_path, ranks, sync):
     parallel = {"strategy": "hybrid", "precision": "fp64", "sync": sync}
     whole = Cluster(tmp_path / "whole", ranks).run("AABB", until=6, every=0, parallel=parallel)
     cluster.run("AABB", until=5, parallel=parallel, disk_every=3)
@@ -127,65 +135,67 @@ def test_what_one_replica_alone_has_comes_from_its_node_or_the_disk(cluster, tmp
     # 4 bits are not resumed to the bit, from the disk neither.
     rel = 0 if sync.name == "diloco" else 1e-4
     continues(again, whole, 5, rel)
-    assert not said(again, "lost")
+    assert not is_logged(again, "lost")
     cluster.lose("B")
     lives = cluster.run("AACC", until=6, parallel=parallel)
     continues(lives, whole, 4, rel)
-    assert said(lives, "step-00000006 in memory is incomplete: no copy is left of ranks [2, 3]")
+    assert is_logged(
+        lives, "step-00000006 in memory is incomplete: no copy is left of ranks [2, 3]"
+    )
 
 
 @pytest.mark.slow
-def test_another_mesh_or_layout_goes_on_from_the_disk_and_says_so(cluster, undisturbed):
+def test_resume_on_another_mesh_or_layout_uses_disk_and_logs_it(cluster, undisturbed):
     cluster.run("AABB", until=5, disk_every=3)
     shutil.copytree(cluster.run_dir, cluster.folder / "copied")
     less = cluster.run("AA", SHARDED, until=3)
     assert start(less) == 3
-    assert said(less, "step-00000004 from memory was saved on another mesh")
+    assert is_logged(less, "step-00000004 from memory was saved on another mesh")
     # The same mesh, but replicas split the state now.
     full = {"strategy": "hybrid_full", "precision": "fp64"}
     cluster.run("AABB", until=5)
     lives = cluster.run("AABB", until=6, parallel=full)
     assert start(lives) == 3
-    assert said(lives, "the layout differs")
+    assert is_logged(lives, "the layout differs")
     assert lives[0]["losses"][6] == pytest.approx(undisturbed[0]["losses"][6], rel=1e-10, abs=0)
     shutil.rmtree(cluster.run_dir / "checkpoints")
     with pytest.raises(WorkerError, match="checkpoint.resume=never starts again"):
         cluster.run("AABB", until=7)
 
 
-def test_a_kill_while_a_copy_is_made_leaves_the_one_before(cluster):
+def test_kill_during_a_memory_copy_keeps_the_previous_copy(cluster):
     with pytest.raises(WorkerError):
-        cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_name)
+        cluster.run("AA", SHARDED, until=6, fault=memory_runs.die_before_the_third_rename)
     assert "4.place-1" in cluster.copies("A")
     assert "6.place-1" not in cluster.copies("A")
     assert start(cluster.run("AA", SHARDED, until=5)) == 4
 
 
 @pytest.mark.slow
-def test_damage_is_named_and_an_older_copy_or_the_disk_is_used(cluster):
+def test_damaged_copy_is_named_and_an_older_copy_or_disk_is_used(cluster):
     cluster.run("AABB", until=5, disk_every=1, keep_last=0)
     for step in (2, 3, 4, 5):
         shutil.rmtree(cluster.run_dir / "checkpoints" / f"step-{step:08d}")
     cluster.damage("A", 4)
     lives = cluster.run("AABB", until=5)
     assert start(lives) == 2
-    assert said(lives, "skipping step-00000004 in memory: step-00000004 from memory")
+    assert is_logged(lives, "skipping step-00000004 in memory: step-00000004 from memory")
     cluster.lose("B")
-    lives = cluster.run("AACC", until=1, fault=memory_runs.change_what_is_sent)
+    lives = cluster.run("AACC", until=1, fault=memory_runs.change_sent_values)
     assert start(lives) == 1, "nothing but the disk is left"
-    assert said(lives, "its SHA-256 is not the manifest's")
+    assert is_logged(lives, "its SHA-256 is not the manifest's")
 
 
 @pytest.mark.slow
-def test_the_newer_of_memory_and_disk_is_loaded_and_memory_when_they_are_equal(cluster):
+def test_newer_of_memory_and_disk_is_loaded_and_memory_on_a_tie(cluster):
     cluster.run("AABB", until=5, every=2, disk_every=5)
     lives = cluster.run("AABB", until=8, every=2, disk_every=8)
     assert lives[0]["start"] == 5
-    assert not said(lives, "from memory")
+    assert not is_logged(lives, "from memory")
     lives = cluster.run("AABB", until=9, every=2)
     assert lives[0]["start"] == 8
-    assert said(lives, "loaded step-00000008 from memory")
-    assert said(lives, "0 ranks received their parts"), "each node has its own"
+    assert is_logged(lives, "loaded step-00000008 from memory")
+    assert is_logged(lives, "0 ranks received their parts"), "each node has its own"
     assert lives[0]["age"] == 1, "the newest checkpoint on disk is of step 8"
 
 
@@ -199,7 +209,7 @@ def test_copies_of_another_run_are_not_used(cluster):
 
 
 @pytest.mark.slow
-def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluster):
+def test_copies_of_abandoned_steps_are_not_used(cluster):
     cluster.run("AABB", until=6, disk_every=3)
     # a node that is cut off with copies of steps 4 and 6
     shutil.copytree(cluster.node("B"), cluster.node("Z"))
@@ -210,12 +220,12 @@ def test_steps_that_the_run_has_left_for_an_older_checkpoint_are_not_used(cluste
     cluster.lose("CD")
     lives = cluster.run("ZZYY", until=3, disk_every=3)  # the node is back
     assert lives[0]["start"] == 3
-    assert not said(lives, "from memory")
+    assert not is_logged(lives, "from memory")
     assert cluster.copies("Z") == [], "and they are gone"
 
 
 @pytest.mark.slow
-def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster):
+def test_manual_restart_follows_checkpoint_resume(cluster):
     cluster.run("AABB", until=5, disk_every=3)
     where = str(cluster.run_dir / "checkpoints" / "step-00000003")
     for resume, step in ((where, 3), ("never", 0)):
@@ -226,7 +236,7 @@ def test_a_new_start_by_hand_takes_what_it_is_told_to(cluster):
     assert start(cluster.run("AABB", until=1)) == 0, "a start without copies has left them"
 
 
-def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster, undisturbed):
+def test_full_memory_disables_copies_on_all_ranks_and_training_continues(cluster, undisturbed):
     lives = cluster.run("AABB", until=6, fault=memory_runs.full_on_the_second_copy)
     assert [life["on"] for life in lives] == [False] * 4
     assert lives[0]["losses"] == undisturbed[0]["losses"]
@@ -239,7 +249,7 @@ def test_full_memory_turns_the_net_off_on_all_ranks_and_training_goes_on(cluster
 
 @pytest.fixture
 def small_tmpfs(cluster):
-    """Node B's memory: a file system of its own with 1 MiB."""
+    """Node B's memory: a separate file system of 1 MiB."""
     cluster.node("B").mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(cluster.node("B"))]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
@@ -248,22 +258,22 @@ def small_tmpfs(cluster):
     subprocess.run(["umount", str(cluster.node("B"))], check=True)
 
 
-def test_one_node_without_room_for_two_copies_turns_the_net_off(cluster, small_tmpfs):
+def test_node_without_memory_for_two_copies_disables_copies(cluster, small_tmpfs):
     lives = cluster.run("AABB", until=4, llama={"dim": 128})
     assert [life["on"] for life in lives] == [False] * 4
-    assert said(lives, "MiB of shared memory are free, and two copies need")
+    assert is_logged(lives, "MiB of shared memory are free, and two copies need")
     assert cluster.copies("A") == []
     assert not list(small_tmpfs.iterdir())
 
 
-def test_a_run_that_ends_leaves_nothing(cluster):
+def test_completed_run_leaves_no_memory_copy(cluster):
     for end in ("finished", "preempted"):
         cluster.run("AABB", until=2, end=end, disk_every=100)
         assert [list(cluster.node(letter).iterdir()) for letter in "AB"] == [[], []]
         shutil.rmtree(cluster.run_dir)
 
 
-def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
+def test_world_writable_folder_is_not_used(tmp_path, monkeypatch):
     tmp_path.chmod(0o1777)
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
     with pytest.raises(PermissionError, match="other users may write to it"):
@@ -273,7 +283,7 @@ def test_a_folder_for_everybody_is_left_as_it_is(tmp_path, monkeypatch):
     assert in_memory.open_place() == str(tmp_path / "mine")
 
 
-def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
+def test_memory_copies_are_private_and_symlinks_are_not_followed(cluster, tmp_path):
     cluster.run("AA", SHARDED, until=2)
     root = cluster.node("A")
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -281,11 +291,11 @@ def test_all_is_private_and_a_link_is_not_followed(cluster, tmp_path):
     cluster.node("L").symlink_to(tmp_path / "elsewhere")
     lives = cluster.run("LL", SHARDED, until=4)
     assert [life["on"] for life in lives] == [False, False]
-    assert said(lives, "a link is not followed")
+    assert is_logged(lives, "a link is not followed")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_manifest_that_was_made_up_is_passed_over(cluster):
+def test_forged_manifest_is_skipped(cluster):
     cluster.run("AA", SHARDED, until=4, disk_every=3)
     for path in cluster.node("A").rglob("step-00000004/manifest.json"):
         content = json.loads(path.read_text())
@@ -297,24 +307,26 @@ def test_a_manifest_that_was_made_up_is_passed_over(cluster):
         path.write_text(json.dumps({**content, "sha256": content_digest(content)}))
     lives = cluster.run("AA", SHARDED, until=4)
     assert lives[0]["start"] == 3
-    assert said(lives, "skipping step-00000004 in memory")
+    assert is_logged(lives, "skipping step-00000004 in memory")
 
 
-def test_auto_is_on_where_workers_are_restarted(cluster):
+def test_auto_enables_copies_where_workers_are_restarted(cluster):
     assert not any(life["on"] for life in cluster.run("AABB", until=1, every="auto"))
     answers = cluster.ranks.run(4, _auto, str(cluster.run_dir), str(cluster.node("A")), HYBRID)
     assert [life["on"] for life in answers] == [True] * 4
-    assert said(answers, "in-memory checkpoints on: one every 10 steps")
+    assert is_logged(answers, "in-memory checkpoints on: one every 10 steps")
 
 
 def _auto(run_dir, node, mesh):
-    # Rank 0's environment decides: that of the others may say anything.
+    # Rank 0's environment decides; the environments of the other ranks have no effect.
     given = {"TORCHELASTIC_MAX_RESTARTS": "3" if dist.get_rank() == 0 else "0"}
     with mock.patch.dict(os.environ, given):
-        return life(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)
+        return train_until(run_dir, [node] * 4, mesh, until=1, every="auto", restarted=False)
 
 
-def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_path, monkeypatch):
+def test_folders_of_ended_launchers_are_removed_and_missing_space_names_the_key(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.delenv(MEMORY_DIR, raising=False)
     mine = in_memory.open_place()
@@ -333,7 +345,7 @@ def test_folders_of_gone_launchers_are_removed_and_none_says_what_to_set(tmp_pat
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_damaged_record_of_starts_is_an_error_that_says_so(tmp_path):
+def test_damaged_restart_record_is_named_in_the_error(tmp_path):
     assert in_memory._read_record(str(tmp_path)) == ("", ())
     for text in ('{"start": "a", "loaded": 1}', '{"starts": [["a", 1]]}'):
         (tmp_path / in_memory.RECORD).write_text(text)

@@ -1,4 +1,4 @@
-"""When a run saves, what it keeps, and what it does when saving or resuming fails."""
+"""Policy of saves, kept checkpoints, and failures of saves and resumes."""
 
 import copy
 import itertools
@@ -73,8 +73,10 @@ def complete(folder):
     return [int(name[5:]) for name in steps_in(folder) if name.startswith("step-")]
 
 
-def test_settings_of_groups_come_back_where_that_is_asked_for(tmp_path):
-    """As one's own loop needs it whose scheduler multiplies the rate that it finds; a configuration holds otherwise."""
+def test_param_group_settings_are_restored_on_request(tmp_path):
+    """A custom loop needs the saved settings if its scheduler multiplies the current rate;
+    otherwise the configuration applies.
+    """
     first = Small(tmp_path)
     halving = torch.optim.lr_scheduler.ExponentialLR(first.optimizer, 0.5)
     for _ in range(3):
@@ -94,7 +96,7 @@ def test_settings_of_groups_come_back_where_that_is_asked_for(tmp_path):
     assert group["lr"] == 0.00625
 
 
-def test_what_was_saved_comes_back_bit_by_bit_random_generators_included(tmp_path):
+def test_saved_state_and_random_generators_are_restored_bitwise(tmp_path):
     first = Small(tmp_path).train(3)
     first.checkpointer.finish()
     following = first.train(1).values()
@@ -107,26 +109,29 @@ def test_what_was_saved_comes_back_bit_by_bit_random_generators_included(tmp_pat
     same(second.train(1), following)
 
 
-@pytest.mark.parametrize(("config", "expected"), [
-    ({"keep_last": 2, "keep_every": 3}, [3, 6, 7]),
-    ({"every": 3}, [3, 6, 7]),
-    ({"every": 0}, [7]),
-    ({"every": 5, "on_first_step": True}, [1, 5, 7]),
-    ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
-    ({"every": 1, "enabled": False}, []),
-])  # fmt: skip
-def test_it_saves_when_due_and_at_the_end_and_keeps_what_it_should(tmp_path, config, expected):
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"keep_last": 2, "keep_every": 3}, [3, 6, 7]),
+        ({"every": 3}, [3, 6, 7]),
+        ({"every": 0}, [7]),
+        ({"every": 5, "on_first_step": True}, [1, 5, 7]),
+        ({"every": 0, "every_minutes": 1e-9}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"every": 1, "enabled": False}, []),
+    ],
+)
+def test_saves_at_interval_and_end_and_keeps_configured_number(tmp_path, config, expected):
     small = Small(tmp_path, **{"keep_last": 0, **config}).train(6).train(1, last=True)
     small.checkpointer.finish()
     assert steps_in(tmp_path) == [f"step-{step:08d}" for step in expected], "no debris"
 
 
-def test_preemption_returns_only_when_the_checkpoint_is_published(tmp_path):
+def test_preemption_waits_until_the_checkpoint_is_published(tmp_path):
     small = Small(tmp_path, every=0).train(2).train(1, preempted=True)
     assert (complete(tmp_path), small.checkpointer.age_steps) == ([3], 0)
 
 
-def test_a_running_save_is_awaited_and_has_the_values_of_its_step(tmp_path, monkeypatch):
+def test_pending_save_is_awaited_and_stores_the_values_of_its_step(tmp_path, monkeypatch):
     write, release = module.write_checkpoint, threading.Event()
 
     def slow(*args):
@@ -148,7 +153,7 @@ def test_a_running_save_is_awaited_and_has_the_values_of_its_step(tmp_path, monk
     same(again, saved)
 
 
-def test_auto_steps_back_over_damaged_checkpoints_and_names_each(tmp_path):
+def test_auto_skips_damaged_checkpoints_and_names_each(tmp_path):
     Small(tmp_path, keep_last=0).train(4).checkpointer.finish()
     folder = tmp_path / "checkpoints"
     with open(folder / "step-00000004" / "rank-00000.safetensors", "r+b") as file:
@@ -172,7 +177,7 @@ def test_auto_steps_back_over_damaged_checkpoints_and_names_each(tmp_path):
     assert Small(tmp_path).restore()["step"] == 4
 
 
-def test_a_damaged_checkpoint_in_the_way_of_a_save_is_moved_aside_not_written_over(tmp_path):
+def test_damaged_checkpoint_of_the_same_step_is_moved_aside(tmp_path):
     small = Small(tmp_path).train(1)
     small.checkpointer.finish()
     (tmp_path / "checkpoints" / "step-00000002").mkdir()
@@ -182,7 +187,7 @@ def test_a_damaged_checkpoint_in_the_way_of_a_save_is_moved_aside_not_written_ov
     assert os.listdir(tmp_path / "checkpoints" / "aside-step-00000002-1") == ["mine"]
 
 
-def test_another_steps_name_is_passed_over_and_all_damaged_is_an_error_that_lists_them(tmp_path):
+def test_misnamed_step_is_skipped_and_error_lists_all_damaged_steps(tmp_path):
     Small(tmp_path).train(2).checkpointer.finish()
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "step-00000001", folder / "step-00000009")
@@ -195,7 +200,7 @@ def test_another_steps_name_is_passed_over_and_all_damaged_is_an_error_that_list
         assert said in str(error.value)
 
 
-def test_a_path_inside_the_run_goes_back_and_never_starts_afresh_and_both_lose_nothing(tmp_path):
+def test_resume_from_older_step_and_never_keep_existing_checkpoints(tmp_path):
     Small(tmp_path, keep_last=0).train(3).checkpointer.finish()
     again = Small(tmp_path, resume="never").checkpointer.restore(restarted=True)
     assert again["step"] == 3, "restarted workers go on whatever resume said"
@@ -209,7 +214,7 @@ def test_a_path_inside_the_run_goes_back_and_never_starts_afresh_and_both_lose_n
     assert steps_in(tmp_path) == [*aside, "step-00000001"]
 
 
-def test_a_path_of_another_run_is_loaded_once_and_one_that_is_not_there_refused(tmp_path):
+def test_checkpoint_of_another_run_is_loaded_once_and_missing_path_is_refused(tmp_path):
     Small(tmp_path / "a").train(3).checkpointer.finish()
     for resume in ("a", "a/checkpoints", "a/checkpoints/step-00000003"):
         small = Small(tmp_path / "b", seed=1, resume=str(tmp_path / resume))
@@ -222,7 +227,7 @@ def test_a_path_of_another_run_is_loaded_once_and_one_that_is_not_there_refused(
         Small(tmp_path, resume=str(tmp_path / "nowhere")).restore()
 
 
-def test_model_only_takes_the_weights_and_starts_at_step_zero(tmp_path):
+def test_model_only_loads_weights_and_starts_at_step_zero(tmp_path):
     first = Small(tmp_path / "a").train(3)
     first.checkpointer.finish()
     options = {"resume": str(tmp_path / "a"), "load": "model_only"}
@@ -239,7 +244,7 @@ def other_model():
     )
 
 
-def test_another_model_or_optimizer_is_refused_by_name_or_takes_what_fits(tmp_path):
+def test_other_model_or_optimizer_is_refused_by_name_or_loaded_partially(tmp_path):
     first = Small(tmp_path).train(1)
     first.checkpointer.finish()
     small = Small(tmp_path, model=other_model())
@@ -247,9 +252,11 @@ def test_another_model_or_optimizer_is_refused_by_name_or_takes_what_fits(tmp_pa
     with pytest.raises(ConfigError) as error:
         small.restore()
     for said in (
-        "0.weight: [5, 4] in the model, [3, 4] in the checkpoint", "0.bias: [5] in the model, [3] in the checkpoint",
-        "2.bias: [2] in the checkpoint, not in the model", "checkpoint.strict=false",
-    ):  # fmt: skip
+        "0.weight: [5, 4] in the model, [3, 4] in the checkpoint",
+        "0.bias: [5] in the model, [3] in the checkpoint",
+        "2.bias: [2] in the checkpoint, not in the model",
+        "checkpoint.strict=false",
+    ):
         assert said in str(error.value)
     same(small, before)
 
@@ -264,7 +271,9 @@ def test_another_model_or_optimizer_is_refused_by_name_or_takes_what_fits(tmp_pa
         Small(tmp_path, optimizer=torch.optim.Adam).restore()
 
 
-def test_failures_are_counted_leave_no_debris_and_end_the_run_at_the_limit(tmp_path, monkeypatch):
+def test_failed_saves_are_counted_leave_no_files_and_end_the_run_at_the_limit(
+    tmp_path, monkeypatch
+):
     small = Small(tmp_path, max_failures=3, asynchronous=False).train(1)
     write = LocalStore.write
 
@@ -328,7 +337,7 @@ def blind_rank(folder):
     return run(f"{folder}/{dist.get_rank()}", MESH, HYBRID, steps=1)
 
 
-def test_a_run_dir_that_ranks_do_not_share_is_refused_with_the_host(ranks, tmp_path):
+def test_unshared_run_dir_is_refused_with_the_host(ranks, tmp_path):
     with pytest.raises(WorkerError) as error:
         ranks.run(2, blind_rank, str(tmp_path))
     assert error.value.kind == "ConfigError"
@@ -336,8 +345,10 @@ def test_a_run_dir_that_ranks_do_not_share_is_refused_with_the_host(ranks, tmp_p
     assert socket.gethostname() in error.value.message
 
 
-def test_a_checkpoint_of_the_version_before_is_loaded(tmp_path):
-    """Two ranks wrote it, each its part; the values count on from a hundred times the number of the tensor."""
+def test_checkpoint_of_the_previous_version_is_loaded(tmp_path):
+    """Two ranks wrote it, each its part; the values count on from a hundred times the number of
+    the tensor.
+    """
     folder = Path(__file__).parent / "written_before" / "step-00000002"
     small = Small(tmp_path, resume=str(folder))
     note = "written by the version before"
@@ -423,7 +434,7 @@ def test_a_state_from_before_the_first_step_has_no_moments(tmp_path, way):
     assert optimizer.state_dict()["state"] == {}
 
 
-def test_saving_keeps_the_rate_that_a_scheduler_has_set():
+def test_saving_keeps_the_learning_rate_of_a_scheduler():
     model = torch.nn.Linear(2, 2)
     optimizer = parallel2d.whole_matrices(torch.optim.Adafactor, model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -434,7 +445,7 @@ def test_saving_keeps_the_rate_that_a_scheduler_has_set():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_a_dict_of_the_caller_is_restored_as_it_was_at_the_save(tmp_path):
+def test_user_state_dict_is_restored_as_saved(tmp_path):
     model = torch.nn.Linear(2, 2)
     checkpointer = Checkpointer(CheckpointConfig(every=1), tmp_path, None, model, None)
     milestones = torch.optim.lr_scheduler.MultiStepLR(

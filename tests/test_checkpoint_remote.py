@@ -1,4 +1,6 @@
-"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last, is the publication."""
+"""Checkpoints on storage that cannot rename, reached through fsspec: the manifest, written last,
+is the publication.
+"""
 
 import os
 
@@ -40,7 +42,7 @@ def names(bucket):
     return sorted(os.listdir(path)) if os.path.isdir(path) else []
 
 
-def test_saves_retires_and_resumes(bucket, tmp_path):
+def test_remote_folder_saves_removes_old_steps_and_resumes(bucket, tmp_path):
     first = Small(tmp_path, folder=bucket, keep_last=2).train(4)
     first.checkpointer.finish()
     assert names(bucket) == ["step-00000003", "step-00000004"]
@@ -49,7 +51,7 @@ def test_saves_retires_and_resumes(bucket, tmp_path):
     assert all((a == b).all() for a, b in zip(first.values(), second.values(), strict=True))
 
 
-def test_a_folder_without_its_manifest_is_no_checkpoint_and_is_written_anew(bucket, tmp_path):
+def test_folder_without_manifest_is_skipped_and_overwritten(bucket, tmp_path):
     Small(tmp_path, folder=bucket).train(2).checkpointer.finish()
     path = os.path.join(bucket.removeprefix("bucket://"), "step-00000002")
     os.unlink(os.path.join(path, "manifest.json"))
@@ -61,7 +63,7 @@ def test_a_folder_without_its_manifest_is_no_checkpoint_and_is_written_anew(buck
     assert Small(tmp_path, folder=bucket).restore()["step"] == 2
 
 
-def test_damaged_ones_are_passed_over_and_moved_aside(bucket, tmp_path):
+def test_damaged_remote_checkpoints_are_skipped_and_moved_aside(bucket, tmp_path):
     Small(tmp_path, folder=bucket).train(2).checkpointer.finish()
     path = os.path.join(bucket.removeprefix("bucket://"), "step-00000002", "rank-00000.safetensors")
     with open(path, "r+b") as file:
@@ -70,7 +72,7 @@ def test_damaged_ones_are_passed_over_and_moved_aside(bucket, tmp_path):
     assert names(bucket) == ["aside-step-00000002-1", "step-00000001"]
 
 
-def test_a_failed_upload_leaves_nothing(bucket, tmp_path, monkeypatch):
+def test_failed_upload_leaves_no_files(bucket, tmp_path, monkeypatch):
     small = Small(tmp_path, folder=bucket, asynchronous=False).train(1)
 
     def lost(self, path, value, **kwargs):

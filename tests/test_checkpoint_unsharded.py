@@ -1,4 +1,6 @@
-"""States in memory leave a sharded model, whole or in parts, and come back; and what a rank holds meanwhile."""
+"""States in memory leave a sharded model, unsharded or as shards, and are loaded again; and the
+peak memory of a rank meanwhile.
+"""
 
 import copy
 import weakref
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
-from training import build_llama, optimizer_of, whole
+from training import build_llama, full_tensor_of, optimizer_of
 from workers import refusal
 
 from parallel2d import (
@@ -81,8 +83,10 @@ def through_torch(state, name):
     return {"model": bare.state_dict(), "optimizer": bare_optimizer.state_dict()}
 
 
-def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
-    """Gathers, gives everything to a fresh model of another seed, and compares what both do next."""
+def round_trip(mesh_sizes, config, name, from_rank0, key_by, bare=False):
+    """Gather the states, load them into a fresh model of another seed, and compare the next steps
+    of both.
+    """
     mesh, model, optimizer = trained(mesh_sizes, config, name)
     state = full_state(model, optimizer, rank0_only=from_rank0, key_by=key_by)
     if bare and state:
@@ -95,14 +99,14 @@ def there_and_back(mesh_sizes, config, name, from_rank0, key_by, bare=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "mesh", "config", "key_by"), LAYOUTS)
-def test_a_whole_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):
-    results = ranks.run(world, there_and_back, mesh, config, "adamw", True, key_by)
+def test_full_state_from_rank_0_continues_bitwise(ranks, world, mesh, config, key_by):
+    results = ranks.run(world, round_trip, mesh, config, "adamw", True, key_by)
     # other ranks keep nothing
     assert results == [(True, 2)] + [(True, 0)] * (world - 1)
 
 
-def test_an_optimizer_continues_from_each_ranks_own_whole_state(ranks):
-    assert ranks.run(4, there_and_back, *HYBRID, "sgd", False, "name") == [(True, 2)] * 4
+def test_optimizer_continues_from_full_state_of_each_rank(ranks):
+    assert ranks.run(4, round_trip, *HYBRID, "sgd", False, "name") == [(True, 2)] * 4
 
 
 def in_parts():
@@ -118,23 +122,25 @@ def in_parts():
     other, _ = fresh({"shard": dist.get_world_size()}, {"strategy": "zero3"})
     load_sharded_state(other, None, kept)  # split in another way: redistributed
     for key, p in other.named_parameters():
-        assert torch.equal(whole(p), whole(kept["model"][key]))
+        assert torch.equal(full_tensor_of(p), full_tensor_of(kept["model"][key]))
     values = kept["model"].values()
     return sum(local_part(value).numel() for value in values) / sum(v.numel() for v in values)
 
 
-def test_a_sharded_state_goes_back_and_to_another_layout(ranks):
+def test_sharded_state_loads_on_the_same_and_another_layout(ranks):
     assert ranks.run(4, in_parts) == [pytest.approx(0.5, abs=0.02)] * 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_whole_state_loads_into_an_unwrapped_model_and_comes_back(ranks, name):
-    found = ranks.run(4, there_and_back, *HYBRID, name, True, "id", bare=True)
+def test_full_state_round_trips_through_an_unwrapped_model(ranks, name):
+    found = ranks.run(4, round_trip, *HYBRID, name, True, "id", bare=True)
     assert found == [(True, 2)] + [(True, 0)] * 3
 
 
 def through_files(folder, mesh_sizes, config):
-    """Files of `save_full` and of a script in one process, read by each other. Returns what the script says."""
+    """Read files of `save_full` in a script of one process, and its files here. Returns the output
+    of the script.
+    """
     mesh, model, optimizer = trained(mesh_sizes, config)
     save_full(f"{folder}/ours.pt", model, optimizer, epoch=7, args={"lr": [1e-3]})
     first = dist.get_rank() == 0
@@ -171,7 +177,7 @@ def listed(state):
 
 
 class Rounded(torch.optim.SGD):
-    def step(self):  # with a state in bf16, whatever its parameters are in
+    def step(self):  # with a state in bf16, for parameters in any dtype
         super().step()
         for entries in self.state.values():
             entries["momentum_buffer"] = entries["momentum_buffer"].bfloat16()
@@ -194,7 +200,9 @@ def pair(seed, world):
 
 
 def several(folder, resumes):
-    """Whole states of a generator and a critic that were trained, or go on from the checkpoint, and come back from whole ones."""
+    """Full states of a generator and a critic that were trained or resumed from the checkpoint,
+    loaded again from full states.
+    """
     mesh, models, optimizers = pair(int(resumes), dist.get_world_size())
     checkpointer = Checkpointer(CheckpointConfig(), folder, mesh, models, optimizers)
     if checkpointer.restore() is None:
@@ -219,7 +227,7 @@ def several(folder, resumes):
     return listed(again)
 
 
-def test_files_of_whole_tensors_and_several_models_come_and_go(ranks, tmp_path):
+def test_full_tensor_files_of_several_models_are_saved_and_loaded(ranks, tmp_path):
     ranks.run(4, through_files, str(tmp_path), *HYBRID)
     trained_pair = ranks.run(4, several, str(tmp_path), False)
     resumed = ranks.run(2, several, str(tmp_path), True)
@@ -231,7 +239,9 @@ def is_plain(value):
 
 
 class Held(TorchDispatchMode):
-    """Bytes of tensors made inside that are alive at once, at most. Storage is counted once, views included."""
+    """Bytes of tensors made inside that are alive at once, at most. Storage is counted once, views
+    included.
+    """
 
     def __init__(self):
         super().__init__()
@@ -277,9 +287,12 @@ def wide(layers=6, dim=128):
 
 
 def peaks():
-    """In units of one whole parameter: what a rank holds at once while a state is gathered and while it is given back.
+    """Peak memory of a rank while a state is gathered and while it is loaded, in units of one
+    unsharded parameter.
 
-    The least of three times: a thread of gloo that has not run yet may hold a tensor that is done with."""
+    The least of three measurements: a thread of gloo that has not run yet may hold a finished
+    tensor.
+    """
     model, optimizer = wide()
     unit = 128 * 128 * 4
     found = []
@@ -292,7 +305,7 @@ def peaks():
     return tuple(map(min, zip(*found, strict=True)))
 
 
-def test_a_rank_holds_one_whole_parameter_at_a_time(ranks):
+def test_rank_holds_one_unsharded_parameter_at_a_time(ranks):
     first, *others = ranks.run(2, peaks)
     assert 17 <= first[0] <= 21, "rank 0 keeps 6 parameters with 2 states each"
     for gathering, scattering in others:
@@ -306,7 +319,7 @@ def stepped(model, optimizer):
     return model, optimizer
 
 
-def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
+def test_invalid_state_is_refused_before_any_tensor_is_written():
     model = build_llama()
     model, optimizer = stepped(model, optimizer_of(model))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -314,11 +327,20 @@ def test_what_is_wrong_with_a_state_is_said_before_anything_is_written():
     for wrong, says in [
         ({}, "it has no model"),
         ({"model": {**state["model"], "extra": torch.ones(1)}}, "extra is not in the model"),
-        ({"model": {**state["model"], "norm.weight": torch.ones(1)}}, "norm.weight has shape [1], not [32]"),
+        (
+            {"model": {**state["model"], "norm.weight": torch.ones(1)}},
+            "norm.weight has shape [1], not [32]",
+        ),
         ({"model": state["model"]}, "it has no optimizer"),
-        ({**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}}, "lost is in its optimizer and not in this one"),
-        ({**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "groups of [1] parameters, this one of [12]"),
-    ]:  # fmt: skip
+        (
+            {**state, "optimizer": {"state": {"lost": {}}, "param_groups": []}},
+            "lost is in its optimizer and not in this one",
+        ),
+        (
+            {**state, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}},
+            "groups of [1] parameters, this one of [12]",
+        ),
+    ]:
         with pytest.raises(ConfigError) as error:
             load_full_state(model, optimizer, wrong)
         assert says in str(error.value)
@@ -401,12 +423,14 @@ def applied():
     return right, sorted(seen) == sorted(shapes), [name for name, _ in sharded_modules(model)]
 
 
-def test_a_function_is_applied_to_whole_parameters_and_sharded_modules_are_listed(ranks):
+def test_apply_gets_unsharded_parameters_and_sharded_modules_are_listed(ranks):
     assert ranks.run(4, applied) == [(True, True, ["", "layers.0"])] * 4
 
 
 def scheduled():
-    """Losses of steps 4 to 6 with a rate that is a tensor and that a scheduler multiplies: at once, and by other objects that go on."""
+    """Losses of steps 4 to 6 with a learning rate that is a tensor and that a scheduler
+    multiplies: without an interruption, and with new objects that resume.
+    """
 
     def made(seed):
         mesh, model, _ = build({"shard": 2}, {"strategy": "zero3"}, seed=seed)
@@ -431,7 +455,7 @@ def scheduled():
     return [steps(*each, 4) for each in (first, whole_state, parts)]
 
 
-def test_a_scheduler_of_torch_goes_on_where_it_was(ranks):
+def test_torch_scheduler_resumes_from_its_state(ranks):
     undisturbed, whole_state, parts = ranks.run(2, scheduled)[0]
     assert undisturbed[1] == pytest.approx(0.1 * 0.5**6, rel=1e-6)
     assert undisturbed == whole_state == parts
@@ -441,7 +465,7 @@ def shown(optimizer, *keys):
     return [tuple(group[key] for key in keys) for group in optimizer.param_groups]
 
 
-def test_settings_of_groups_are_matched_by_their_parameters():
+def test_param_group_settings_are_matched_by_their_parameters():
     model = build_llama()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]

@@ -1,4 +1,6 @@
-"""The loss whose logits are never whole: as a function, on models of every kind, on every strategy, and its peak of memory."""
+"""The loss without full logits: as a function, on models of every kind, on every strategy, and its
+peak memory.
+"""
 
 import copy
 import itertools
@@ -56,10 +58,16 @@ def same(ours, plain, inputs):
         assert torch.allclose(one, other, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("chunk", "with_bias", "after", "z_loss"), [
-    (1, True, None, 0.0), (5, True, capped, 0.3), (100, False, capped, 0.0), (5, False, None, 0.3),
-])  # fmt: skip
-def test_equals_torchs_cross_entropy_of_whole_logits(chunk, with_bias, after, z_loss):
+@pytest.mark.parametrize(
+    ("chunk", "with_bias", "after", "z_loss"),
+    [
+        (1, True, None, 0.0),
+        (5, True, capped, 0.3),
+        (100, False, capped, 0.0),
+        (5, False, None, 0.3),
+    ],
+)
+def test_chunked_loss_equals_torch_cross_entropy(chunk, with_bias, after, z_loss):
     (hidden, weight, bias), targets = case()
     bias = bias if with_bias else None
     ours = cross_entropy_from_hidden(
@@ -72,7 +80,7 @@ def test_equals_torchs_cross_entropy_of_whole_logits(chunk, with_bias, after, z_
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
-def test_narrow_logits_have_their_loss_in_fp32(dtype, bound):
+def test_low_precision_logits_give_a_loss_in_fp32(dtype, bound):
     inputs, targets = case(dtype)
     ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
     assert ours.dtype == torch.float32
@@ -84,7 +92,7 @@ def test_narrow_logits_have_their_loss_in_fp32(dtype, bound):
         assert (tensor.grad.double() - exact.grad).norm() <= bound * exact.grad.norm()
 
 
-def test_autocast_casts_the_product_alone_and_leaves_fp64_as_it_is():
+def test_autocast_casts_only_the_matmul_and_keeps_fp64():
     inputs, targets = case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = cross_entropy_from_hidden(*inputs[:2], targets, 8, bias=inputs[2])
@@ -126,13 +134,16 @@ def test_frozen_inputs_get_no_gradient_and_backward_runs_once():
         assert not cross_entropy_from_hidden(hidden, weight, targets, 8).requires_grad
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"chunk": 0}, "chunk=0 must be a whole number"),
-    ({"hidden": torch.ones(ROWS, 5)}, r"\[\.\.\., dim\]"),
-    ({"targets": torch.zeros(3, dtype=torch.int64)}, "one target for each"),
-    ({"targets": torch.full((ROWS,), VOCAB)}, "a target has no logit"),
-    ({"weight": "head"}, "weight is a str"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk=0 must be a whole number"),
+        ({"hidden": torch.ones(ROWS, 5)}, r"\[\.\.\., dim\]"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "one target for each"),
+        ({"targets": torch.full((ROWS,), VOCAB)}, "a target has no logit"),
+        ({"weight": "head"}, "weight is a str"),
+    ],
+)
 def test_wrong_arguments_are_refused(change, message):
     (hidden, weight, _), targets = case()
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "chunk": 8} | change
@@ -165,7 +176,7 @@ def _split_vocabulary(vocab):
 
 
 @pytest.mark.parametrize("vocab", [11, 1])
-def test_a_split_vocabulary_has_the_loss_of_a_whole_one(ranks, vocab):
+def test_vocabulary_parallel_loss_equals_unsharded_loss(ranks, vocab):
     for loss, gradient in ranks.run(2, _split_vocabulary, vocab):
         assert loss <= 1e-11
         assert gradient <= 1e-12
@@ -220,16 +231,22 @@ CASES = [(*case, {}) for case in pairwise(list(PRODUCT))]
 LLAMAS = [
     (training.Llama, "hybrid", "layer", 2, 2, {"activation_checkpointing": "full"}),
     (TiedLlama, "hybrid_full", "layer", 1, 2, {"compile": CompileConfig("block", "eager")}),
-    (training.Llama, "zero3", "block", 2, 1, {}), (TiedLlama, "ddp", "size", 1, 1, {}),
+    (training.Llama, "zero3", "block", 2, 1, {}),
+    (TiedLlama, "ddp", "size", 1, 1, {}),
     (TiedLlama, "hybrid_zero2", "block", 2, 2, {}),
-]  # fmt: skip
+]
 
 
 # The first six have every strategy and every other value.
-@pytest.mark.parametrize("case", [
-    *CASES[:6], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[6::2], *LLAMAS[:3])),
-    *(pytest.param(case, marks=pytest.mark.soak) for case in (*CASES[7::2], *LLAMAS[3:])),
-], ids=lambda case: named((getattr(case[0], "__name__", "TiedLlama"), *case[1:5])))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES[:6],
+        *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[6::2], *LLAMAS[:3])),
+        *(pytest.param(case, marks=pytest.mark.soak) for case in (*CASES[7::2], *LLAMAS[3:])),
+    ],
+    ids=lambda case: named((getattr(case[0], "__name__", "TiedLlama"), *case[1:5])),
+)
 def test_training_equals_plain_pytorch_on_every_layout(ranks, case):
     kind, strategy, bucketing, tensor, accumulation, more = case
     config = {**layout(strategy, bucketing), "precision": "fp64", **more}
@@ -242,7 +259,7 @@ def test_training_equals_plain_pytorch_on_every_layout(ranks, case):
 
 
 @pytest.mark.parametrize("change", ["spectral norm", "scale"])
-def test_a_weight_may_be_parametrized_and_a_scale_have_as_many_dims_as_the_logits(change):
+def test_parametrized_head_and_logit_scale_equal_plain_loss(change):
     model = _initial(Capped)
     if change == "scale":
         model.scale = torch.full((1, 1, 1), 1.7, dtype=torch.float64)
@@ -268,7 +285,7 @@ class Conditioned(Capped):
         return self.head(x)
 
 
-def test_inputs_without_an_entry_for_each_target_are_compared_whole():
+def test_inputs_shorter_than_targets_use_unchunked_loss():
     model = _initial(Conditioned)
     tokens = torch.arange(1000).view(2, 500) % training.VOCAB
     inputs = (tokens, torch.arange(500)[None], torch.ones(2, 16, dtype=torch.float64))
@@ -278,7 +295,7 @@ def test_inputs_without_an_entry_for_each_target_are_compared_whole():
 
 
 class Otherwise(Capped):
-    """Makes its logits in another way, from what enters its head."""
+    """Compute the logits from the inputs of the head in a different way."""
 
     def __init__(self, logits) -> None:
         super().__init__()
@@ -313,19 +330,22 @@ def different(model, hidden):
     return logits * 2 if isinstance(logits, Tensor) else logits
 
 
-@pytest.mark.parametrize(("logits", "message"), [
-    (lambda model, x: model.head(x) * model.factor, "mul with a parameter"),
-    (lambda model, x: model.head(x) + torch.arange(67), "add with a tensor of shape"),
-    (lambda model, x: model.head(x)[..., :-1], "uses indexing"),
-    (padded, "uses assignment to an index"),
-    (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
-    (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
-    (None, "is not the result of one call of value"),
-    (different, "differs from the plain loss"),
-    (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
-    (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
-])  # fmt: skip
-def test_models_whose_loss_would_be_another_are_refused(logits, message):
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (lambda model, x: model.head(x) * model.factor, "mul with a parameter"),
+        (lambda model, x: model.head(x) + torch.arange(67), "add with a tensor of shape"),
+        (lambda model, x: model.head(x)[..., :-1], "uses indexing"),
+        (padded, "uses assignment to an index"),
+        (lambda model, x: 1 - model.head(x), "uses a subtraction from a number"),
+        (lambda model, x: model.head(x) + model.head(x), "uses add of two of them"),
+        (None, "is not the result of one call of value"),
+        (different, "differs from the plain loss"),
+        (lambda model, x: (model.head(x), model.head(x))[1], "2 calls"),
+        (lambda model, x: model.head(x[:, 1:]), "each target needs one row"),
+    ],
+)
+def test_models_with_a_different_chunked_loss_are_refused(logits, message):
     torch.manual_seed(0)
     model = (Elsewhere() if logits is None else Otherwise(logits)).double()
     head = ChunkedHead(model, 8)
@@ -347,7 +367,7 @@ def test_hooks_of_the_backward_of_logits_are_refused(name):
     head.loss(targets, tokens).backward()
 
 
-def test_a_model_that_changes_what_it_does_with_logits_is_an_error():
+def test_model_that_changes_its_use_of_logits_is_an_error():
     model = _initial(Capped)
     head = ChunkedHead(model, 8)
     tokens, targets = training.global_batch(0)
@@ -371,7 +391,7 @@ def test_a_model_without_a_plain_linear_as_head_is_refused():
 
 
 @pytest.mark.slow
-def test_a_model_that_is_compiled_as_a_whole_has_the_same_loss():
+def test_fully_compiled_model_has_an_equal_chunked_loss():
     model = _initial(Capped)
     tokens, targets = training.global_batch(0)
     plain = cross_entropy_sum(model(tokens), targets)
@@ -379,7 +399,7 @@ def test_a_model_that_is_compiled_as_a_whole_has_the_same_loss():
     same(head.loss(targets, tokens), plain, list(model.parameters()))
 
 
-def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
+def test_logits_are_unchanged_and_a_copy_uses_its_own_head():
     model = _initial(Capped)
     tokens, targets = training.global_batch(0)
     before = model(tokens)
@@ -394,7 +414,7 @@ def test_logits_are_what_they_were_and_a_copy_computes_with_its_own_head():
 
 
 def _peak(run):
-    """The most bytes that are allocated at once while ``run`` runs, above what was there."""
+    """Return the peak of the bytes allocated while ``run`` runs, above the bytes allocated before."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -407,7 +427,7 @@ def _peak(run):
     return peak
 
 
-def test_the_peak_falls_by_the_logits_and_their_gradient():
+def test_peak_memory_falls_by_logits_and_their_gradient():
     model = training.build_llama(vocab_size=8192)
     tokens = torch.arange(512).view(1, 512)
     head = ChunkedHead(model, 64)
@@ -442,10 +462,15 @@ def check_job(ranks, folder, words, bound):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "bound"), [
-    (SPLIT, 1e-12), (("strategy=hybrid", "precision=bf16"), 3e-3), (("strategy=hybrid", "precision=fp16"), 3e-3),
-])  # fmt: skip
-def test_a_job_has_the_losses_and_the_traffic_of_one_with_whole_logits(ranks, folder, words, bound):
+@pytest.mark.parametrize(
+    ("words", "bound"),
+    [
+        (SPLIT, 1e-12),
+        (("strategy=hybrid", "precision=bf16"), 3e-3),
+        (("strategy=hybrid", "precision=fp16"), 3e-3),
+    ],
+)
+def test_job_has_losses_and_traffic_of_a_run_with_full_logits(ranks, folder, words, bound):
     plain, chunked = check_job(ranks, folder, words, bound)
     assert plain[-1]["loss"] < plain[0]["loss"]
     for key in ("comm/shard/bytes", "comm/shard/calls", "comm/tensor/bytes"):
@@ -469,9 +494,14 @@ def test_validation_is_without_z_loss(ranks, folder):
 # Models of a library
 
 _SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
 LIBRARY_MODELS = {
     "gemma2": {**_SIZES, "head_dim": 4, "final_logit_softcapping": 0.5},
     "cohere": {**_SIZES, "logit_scale": 0.3},
@@ -482,7 +512,7 @@ LIBRARY_MODELS = {
 
 @pytest.mark.extras("transformers")
 @pytest.mark.parametrize("kind", LIBRARY_MODELS)
-def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
+def test_transformers_model_has_the_loss_of_its_full_logits(kind):
     from parallel2d.models import huggingface
 
     torch.manual_seed(0)
@@ -498,7 +528,7 @@ def test_a_model_of_transformers_has_the_loss_of_its_whole_logits(kind):
 
 
 @pytest.mark.extras("transformers")
-def test_a_job_whose_loss_reads_a_part_of_its_targets_is_refused(ranks, folder):
+def test_loss_over_a_part_of_its_targets_is_refused(ranks, folder):
     sizes = "{d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}"
     words = ("model=hf", "model.architecture=t5", f"model.arguments={sizes}", "train.loss_chunk=9")
     with pytest.raises(AssertionError, match="reads a part of the targets"):

@@ -1,4 +1,6 @@
-"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real training on its nodes."""
+"""The cluster tool: names, links, counters, each fault, and that nothing is left; then real
+training on its nodes.
+"""
 
 import contextlib
 import itertools
@@ -29,7 +31,8 @@ from tools.cluster.traffic import theory
 ROOT = Path(__file__).resolve().parents[1]
 needs_nodes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-# Programs for the nodes. The listener tells what it hears, one line each: LISTENING, then the number of bytes and seconds.
+# Programs for the nodes. The listener prints one line for each event: LISTENING, then the number
+# of bytes and seconds.
 LISTEN = """
 import socket, sys, time
 server = socket.create_server(("", 7000))
@@ -61,7 +64,8 @@ try:
 except OSError as error:
     print("ERROR", type(error).__name__, flush=True)
 """
-WORKERS = "LOCAL_RANK=0 sleep 1000 & LOCAL_RANK=1 sleep 1001 & wait $!"  # a launcher that ends with its last worker
+# a launcher that ends with its last worker
+WORKERS = "LOCAL_RANK=0 sleep 1000 & LOCAL_RANK=1 sleep 1001 & wait $!"
 
 
 def python(source: str, *arguments: object) -> list[str]:
@@ -73,7 +77,9 @@ def said(cluster: Cluster, node: int, after: int = 0) -> str:
 
 
 def await_text(cluster: Cluster, node: int, text: str, after: int = 0) -> int:
-    """Until the node's log has ``text`` beyond ``after`` characters. Returns how long the log is then."""
+    """Wait until the node's log has ``text`` beyond ``after`` characters. Returns the length of
+    the log.
+    """
     jobs.wait_for(lambda: text in said(cluster, node, after), 20.0)
     return len(said(cluster, node))
 
@@ -99,7 +105,7 @@ def conversation(cluster: Cluster) -> None:
 
 
 def sends_on(cluster: Cluster) -> None:
-    """Until node 1 has sent twenty times more: what it writes may pile up in its kernel."""
+    """Wait until node 1 has sent twenty more messages: its output may accumulate in its kernel."""
     sent = len(said(cluster, 1))
     for _ in range(20):
         sent = await_text(cluster, 1, "SENT", sent)
@@ -109,8 +115,8 @@ def root_links() -> str:
     return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
 
 
-def comes_to(pid: int, state: str) -> None:
-    """Until the process is in this state; a signal takes its time on a busy machine."""
+def reaches_state(pid: int, state: str) -> None:
+    """Wait until the process is in this state; signals are delivered late on a busy machine."""
     jobs.wait_for(lambda: psutil.Process(pid).status() == state, 10.0)
 
 
@@ -127,7 +133,7 @@ def left_of(tag: str) -> list[str]:
 
 
 @needs_nodes
-def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
+def test_simulated_nodes_have_separate_names_memory_and_a_network():
     before = root_links()
     with Cluster(3) as cluster:
         assert root_links() == before
@@ -148,7 +154,7 @@ def test_nodes_have_names_and_memory_of_their_own_and_see_each_other():
 
 
 @needs_nodes
-def test_counters_equal_what_was_sent(tmp_path):
+def test_traffic_counters_equal_sent_bytes(tmp_path):
     with Cluster(2, output=tmp_path) as cluster:
 
         def sent(receiver: int, size: int) -> list[dict]:
@@ -156,7 +162,8 @@ def test_counters_equal_what_was_sent(tmp_path):
             transfer(cluster, 0, receiver, size)
             return difference(cluster.counters(), begin)
 
-        # A receiver that gets no processor for a while is sent segments again: the least of three is what was sent.
+        # A receiver without a processor for a while gets segments again: the least of three
+        # measurements is the number of sent bytes.
         link = min(
             (sent(1, 5_000_000) for _ in range(3)),
             key=lambda each: each["node0"]["eth0"]["tx_bytes"],
@@ -179,23 +186,23 @@ def test_workers_are_killed_stopped_and_continued():
         job = cluster.run(["sh", "-c", WORKERS], launcher="none")
         workers: dict[tuple[int, int], int] = {}
 
-        def are_there() -> bool:
+        def processes_exist() -> bool:
             """A process has its LOCAL_RANK only once its shell has started it."""
             with contextlib.suppress(ClusterError):
                 for node, rank in itertools.product((0, 1), (0, 1)):
                     workers[node, rank] = cluster.nodes[node].worker(rank)
             return len(set(workers.values())) == 4
 
-        jobs.wait_for(are_there, 30.0)
+        jobs.wait_for(processes_exist, 30.0)
         cluster.stop_worker(0, 1)
-        comes_to(workers[0, 1], psutil.STATUS_STOPPED)
+        reaches_state(workers[0, 1], psutil.STATUS_STOPPED)
         cluster.continue_worker(0, 1)
-        comes_to(workers[0, 1], psutil.STATUS_SLEEPING)
+        reaches_state(workers[0, 1], psutil.STATUS_SLEEPING)
         cluster.kill_worker(1, 1)
         jobs.wait_for(lambda: job.poll()[1] is not None, 30.0)
         assert job.poll() == {0: None, 1: 137}
         for key in ((0, 0), (0, 1), (1, 0)):
-            comes_to(workers[key], psutil.STATUS_SLEEPING)
+            reaches_state(workers[key], psutil.STATUS_SLEEPING)
         says = r"node1 has no worker with local rank 1, only \['0'\]"
         with pytest.raises(ClusterError, match=says):
             cluster.kill_worker(1, 1)
@@ -204,16 +211,16 @@ def test_workers_are_killed_stopped_and_continued():
 
 
 @needs_nodes
-def test_a_partition_heals_and_a_killed_node_loses_its_memory_and_its_peers_notice():
+def test_partition_heals_and_killed_node_loses_memory_and_connections():
     with Cluster(3) as cluster:
         conversation(cluster)
         cluster.partition(1)
-        sends_on(cluster)  # what came before is read by then
+        sends_on(cluster)  # earlier lines have been read by then
         heard = len(said(cluster, 0))
         sends_on(cluster)
         # one line may have been on its way
         assert "HEARD" not in said(cluster, 0, heard + 20)
-        transfer(cluster, 0, 2, 1000)  # the others go on
+        transfer(cluster, 0, 2, 1000)  # the other nodes continue
         cluster.heal(1)
         await_text(cluster, 0, "HEARD", len(said(cluster, 0)))
         assert "ERROR" not in said(cluster, 1)
@@ -231,7 +238,9 @@ def test_a_partition_heals_and_a_killed_node_loses_its_memory_and_its_peers_noti
 
 
 def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
-    """The tool with nodes whose job never ends, and its tag once the job runs on all."""
+    """Start the tool with nodes that run an endless job; return its tag once the job runs on all
+    nodes.
+    """
     words = ["run", "--output", str(tmp_path / "out"), *options, "--launcher", "none", "--"]
     words += ["sh", "-c", "echo FOLDER $TMPDIR; sleep 1000 & sleep 1001"]
     command = [sys.executable, "-m", "tools.cluster", *words]
@@ -246,7 +255,7 @@ def start_tool(tmp_path: Path, *options: str) -> tuple[subprocess.Popen, str]:
 
 @needs_nodes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_after_a_signal(tmp_path, number):
+def test_signal_removes_nodes_and_processes(tmp_path, number):
     tool, tag = start_tool(tmp_path)
     try:
         assert len(left_of(tag)) > 4
@@ -260,7 +269,7 @@ def test_nothing_is_left_after_a_signal(tmp_path, number):
 
 
 @needs_nodes
-def test_processes_of_a_killed_tool_end_by_themselves_and_clean_removes_the_rest(tmp_path):
+def test_processes_of_a_killed_tool_end_and_clean_removes_its_files(tmp_path):
     tool, tag = start_tool(tmp_path, "--nodes", "3")
     tool.kill()
     tool.wait()
@@ -277,8 +286,11 @@ def test_faults_from_the_command_line(tmp_path, capsys):
     words = ["run", "--nodes", "2", "--ranks", "2", "--launcher", "none", "--timeout", "60"]
     words += ["--output", str(tmp_path)]
     for fault in (
-        "at=6s kill-worker node=0 rank=1", "at=1s kill-node node=1 for=0.2s", "at=8s kill-node node=1", "at=50s heal node=0"
-    ):  # fmt: skip
+        "at=6s kill-worker node=0 rank=1",
+        "at=1s kill-node node=1 for=0.2s",
+        "at=8s kill-node node=1",
+        "at=50s heal node=0",
+    ):
         words += ["--fault", fault]
     code = main([*words, "--", "sh", "-c", WORKERS])
     said = capsys.readouterr().out
@@ -291,16 +303,22 @@ def test_faults_from_the_command_line(tmp_path, capsys):
     assert "the job ended before its time came: heal" in said
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("at=3s kill-wroker node=1 rank=0", "kill-wroker is not a fault; did you mean kill-worker?"),
-    ("at=3s kill-worker node=1", "kill-worker needs rank="),
-    ("at=3s partition node=1 rank=0", "partition has no rank=, only node, for"),
-    ("at=3s rate node=1 rate=20parsec", "rate=20parsec must be a rate such as 200mbit"),
-    ("partition node=1", "say when, at=30s or at=step:20"),
-    ("at=soon partition node=1", "at=soon must be seconds (30s) or a step (step:20)"),
-    ("at=1s partition heal node=1", "partition and heal are two faults"),
-    ("at=1s loss node=1 share=150%", "share=150% must be a share"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "at=3s kill-wroker node=1 rank=0",
+            "kill-wroker is not a fault; did you mean kill-worker?",
+        ),
+        ("at=3s kill-worker node=1", "kill-worker needs rank="),
+        ("at=3s partition node=1 rank=0", "partition has no rank=, only node, for"),
+        ("at=3s rate node=1 rate=20parsec", "rate=20parsec must be a rate such as 200mbit"),
+        ("partition node=1", "say when, at=30s or at=step:20"),
+        ("at=soon partition node=1", "at=soon must be seconds (30s) or a step (step:20)"),
+        ("at=1s partition heal node=1", "partition and heal are two faults"),
+        ("at=1s loss node=1 share=150%", "share=150% must be a share"),
+    ],
+)
 def test_a_mistyped_fault_is_explained(text, message):
     with pytest.raises(ClusterError) as caught:
         parse_fault(text)
@@ -308,7 +326,7 @@ def test_a_mistyped_fault_is_explained(text, message):
 
 
 @pytest.mark.parametrize("missing", ["root", "programs"])
-def test_without_root_or_programs_one_line_says_so(monkeypatch, capsys, tmp_path, missing):
+def test_missing_root_or_programs_give_one_line(monkeypatch, capsys, tmp_path, missing):
     if missing == "root":
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr("shutil.which", lambda program: program)
@@ -320,14 +338,24 @@ def test_without_root_or_programs_one_line_says_so(monkeypatch, capsys, tmp_path
     assert ("root" if missing == "root" else "ip, tc, unshare, nsenter") in said
 
 
-# Training. The sizes: 3.1 million parameters, so that gradients are 99 % of what crosses the link in a handful of steps.
-SIZES = ("model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=16", "train.steps=8",
-         "train.global_batch_size=4", "train.micro_batch_size=1", "checkpoint.enabled=false")  # fmt: skip
+# Training. The sizes: 3.1 million parameters, so that gradients are 99 % of the link's traffic in
+# a handful of steps.
+SIZES = (
+    "model.n_layers=4",
+    "model.dim=256",
+    "model.hidden_dim=704",
+    "precision=fp32",
+    "train.seq_len=16",
+    "train.steps=8",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "checkpoint.enabled=false",
+)
 
 
 @pytest.mark.slow
 @needs_nodes
-def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
+def test_two_nodes_train_like_one_and_send_the_predicted_bytes(ranks, folder):
     ranks.run(4, jobs.run, str(folder), str(folder / "one"), SIZES, 8)
     with Cluster(2, ranks=2) as cluster:
         words = ["strategy=hybrid", *jobs.SMALL, *SIZES, f"hydra.run.dir={folder / 'two'}"]
@@ -341,7 +369,7 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
     assert layout["parameters"] > 3e6
     expected = theory("hybrid", 2, 2) * 4 * layout["parameters"] * 8
     for node in ("node0", "node1"):
-        # Heartbeats and what was sent twice come on top, and headers, the more the busier the machine is.
+        # Heartbeats, retransmissions and headers add to it, more on a busy machine.
         link = counted[node]["eth0"]
         assert expected < link["tx_bytes"] - 66 * link["tx_packets"] < 1.02 * expected
 
@@ -349,7 +377,7 @@ def test_two_nodes_train_like_one_and_send_what_the_theory_says(ranks, folder):
 @needs_nodes
 @pytest.mark.soak
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_every_strategy_sends_what_the_theory_says(tmp_path, nodes):
+def test_every_strategy_sends_the_predicted_bytes(tmp_path, nodes):
     losses = traffic.reference_losses(traffic.FEW + 6, tmp_path)
     for strategy in traffic.STRATEGIES:
         found = traffic.measure(strategy, nodes, 2, "200mbit", 6, tmp_path)

@@ -1,4 +1,6 @@
-"""Every row of docs/coming-from.md and every script of docs/coming-from-scripts.md runs and has the effect that the page describes."""
+"""Every row of docs/coming-from.md and every script of docs/coming-from-scripts.md runs and has
+the effect that the page describes.
+"""
 
 import contextlib
 import dataclasses
@@ -43,7 +45,9 @@ class Row(NamedTuple):
 
 
 def read_rows() -> list[Row]:
-    """Of a section with tables, its rows; of one with entries in bold, what follows each of them."""
+    """Return the rows of a section with tables, or the text after each bold entry of a section
+    with entries in bold.
+    """
     rows: list[Row] = []
     for section in TABLES.split("\n## ")[1:]:
         origin = next((word for word in ORIGINS if section.startswith(word)), None)
@@ -66,7 +70,7 @@ PYTHON = [row for row in ROWS if row.code and not row.is_words]
 COMMANDS = [row for row in ROWS if row.is_words]
 
 
-def test_the_document_was_read():
+def test_coming_from_page_has_all_sections():
     assert {row.origin for row in ROWS} == set(ORIGINS)
     assert len(PYTHON) > 35
     assert len(COMMANDS) > 60
@@ -74,7 +78,7 @@ def test_the_document_was_read():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS[:4])
-def test_python(ranks, origin):
+def test_coming_from_python_cells_run(ranks, origin):
     rows = [row for row in PYTHON if row.origin == origin and "setup(" not in row.code[0]]
     cells = [(row.left, "\n".join(row.code)) for row in rows]
     for checked in ranks.run(4, run_cells, origin, cells):
@@ -82,7 +86,7 @@ def test_python(ranks, origin):
 
 
 def test_python_that_starts_and_ends_the_process_group():
-    """In this process, which has none; alone."""
+    """Runs without a pool, because this process has no process group."""
     for row in PYTHON:
         if "setup(" in row.code[0]:
             assert not dist.is_initialized()
@@ -95,10 +99,17 @@ def test_python_that_starts_and_ends_the_process_group():
 # Words of the command line
 
 BASE = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=32", "model.n_layers=2",
-    "model.dim=32", "model.hidden_dim=48", "metrics.console=silent",
-)  # fmt: skip
-# a choice of a group replaces what is said of it
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=32",
+    "model.n_layers=2",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "metrics.console=silent",
+)
+# the choice of a group replaces its other entries
 IMPLIED = {"data": ("data.",), "model": ("model.",)}
 
 
@@ -144,8 +155,10 @@ def check_value(config: TrainConfig, word: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_words(folder, monkeypatch, origin):
-    """They compose, change what they say, and more than nothing unless they are the default."""
+def test_coming_from_overrides_compose(folder, monkeypatch, origin):
+    """The overrides compose, change the values that the page states, and have an effect unless
+    they are the default.
+    """
     monkeypatch.chdir(folder)
     default = jobs.config_of(BASE)
     for row in COMMANDS:
@@ -187,7 +200,7 @@ def train(folder: Path, name: str, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_torchtitan_config_as_a_command(folder):
+def test_torchtitan_config_runs_as_a_command(folder):
     """Then its checkpoint as one file."""
     rows = train(folder, "torchtitan")
     assert [row["step"] for row in rows] == list(range(1, 11))
@@ -207,7 +220,7 @@ def test_the_torchtitan_config_as_a_command(folder):
 
 
 @pytest.mark.slow
-def test_the_lightning_script_as_a_module_and_words(folder):
+def test_lightning_script_runs_as_a_module_and_overrides(folder):
     (folder / "char_model.py").write_text(block("lightning module"))
     rows = train(folder, "lightning", "train.seq_len=16", "launch.nproc_per_node=4")
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -215,7 +228,7 @@ def test_the_lightning_script_as_a_module_and_words(folder):
 
 
 @pytest.mark.slow
-def test_the_ddp_script_moved_over(folder):
+def test_ddp_script_runs_after_the_move(folder):
     (folder / "moved.py").write_text(block("ddp"))
     ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     said = execute(folder, *ranks, "moved.py")

@@ -19,9 +19,18 @@ from listening import listeners
 
 NOBODY = 65534
 SMALL = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=4",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=32", "train.validate_every=2", "train.validate_batches=1",
-)  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "train.steps=4",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=32",
+    "train.validate_every=2",
+    "train.validate_batches=1",
+)
 MODELS = """
 import os
 
@@ -88,7 +97,9 @@ def open_place():
 
 
 def as_nobody(act) -> str:
-    """What an OSError says that ``act`` raises when another user does it; empty when it succeeds."""
+    """Return the message of the OSError that ``act`` raises for another user; empty if it
+    succeeds.
+    """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -186,7 +197,7 @@ def test_a_sweep_and_a_restarted_torchrun_give_complete_runs_with_equal_losses(f
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
+def test_stopped_run_continues_from_its_checkpoint(folder):
     """Asked to stop, interrupted, killed; in the end without standard streams."""
     words = [word for word in SMALL if "steps" not in word]
     run = [*words, "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
@@ -195,14 +206,18 @@ def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
             command(*run, "train.steps=1000000"),
-            cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def wait_for_step(step: int) -> None:
-        def is_there() -> bool:
+        def exists() -> bool:
             return metrics.exists() and len(rows(folder / "run")) >= step
 
-        jobs.wait_for(is_there)
+        jobs.wait_for(exists)
 
     launcher = start()
     wait_for_step(2)
@@ -241,8 +256,8 @@ def test_a_run_that_is_stopped_in_any_way_continues_from_what_it_saved(folder):
     assert (folder / "run" / "summary.json").stat().st_mode & 0o002 == 0
 
 
-def test_what_a_rank_of_torchrun_cannot_do_is_one_clear_message(folder):
-    """Reach a port that somebody else has; once it is free, run a sweep."""
+def test_unsupported_settings_under_torchrun_give_one_clear_message(folder):
+    """Use a port of another process; once the port is free, run a sweep."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
 
     def refused(*words):
@@ -260,7 +275,7 @@ def test_what_a_rank_of_torchrun_cannot_do_is_one_clear_message(folder):
     assert refused("-m", "strategy=ddp,zero3").count("-m is refused here") == 1
 
 
-def test_a_read_only_run_directory_is_one_clear_message(folder):
+def test_read_only_run_directory_gives_one_clear_message(folder):
     (folder / "run").write_text("")
     failed = execute(folder, *SMALL, "hydra.run.dir=run/inside")
     assert failed.returncode == 2
@@ -269,7 +284,7 @@ def test_a_read_only_run_directory_is_one_clear_message(folder):
 
 
 @pytest.mark.slow
-def test_own_loop_example_runs(tmp_path):
+def test_custom_loop_example_runs(tmp_path):
     example = Path(__file__).parent.parent / "examples" / "own_loop.py"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = execute(tmp_path, str(example), launcher=launcher)

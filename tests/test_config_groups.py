@@ -1,4 +1,4 @@
-"""Groups of the configuration: experiments of one's own, and which choices a group has."""
+"""Groups of the configuration: custom experiments, and the choices of a group."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_experiments_are_swept_with_and_without_plus(own, plus):
     jobs = []
     run_sweep(["-m", own, f"{plus}experiment=big,small"], jobs.append)
     assert [job.config.train.steps for job in jobs] == [7, 3]
-    # The words of a job mean the same in a command of its own.
+    # The overrides of a job mean the same in a separate command.
     for job in jobs:
         assert compose(job.overrides).config.train.steps == job.config.train.steps
 
@@ -52,38 +52,44 @@ def test_sweep_jobs_that_share_a_run_directory_are_refused(own):
     assert [job.config.optimizer.lr for job in jobs] == [1.0]
 
 
-def test_a_model_of_ones_own_builds_on_one_of_ours(own):
+def test_custom_model_config_extends_a_shipped_model(own):
     assert compose([own, "model=narrow"]).config.model.dim == 64
 
 
 @pytest.mark.parametrize("name", ["llama_schema", "schema", "train_schema"])
-def test_a_schema_is_no_choice(name):
+def test_schema_is_not_a_choice(name):
     with pytest.raises(ConfigError, match=f"model={name} is not one of {MODELS}(;|$)"):
         compose([f"model={name}"])
 
 
 @pytest.mark.parametrize("word", ["schema=llama", "+schema=llama"])
-def test_the_group_of_schemas_is_no_group_to_choose_from(word):
+def test_schema_group_is_not_selectable(word):
     with pytest.raises(ConfigError, match="unknown key schema"):
         compose([word])
 
 
-def test_a_group_that_is_added_twice_is_one_message():
+def test_group_added_twice_gives_one_message():
     with pytest.raises(ConfigError, match="Multiple values for strategy"):
         compose(["+strategy=ddp"])
 
 
-@pytest.mark.parametrize(("word", "told"), [
-    ("experiment=bog", "no experiment 'bog'; there are big, small; pass --config-dir DIR with experiment/bog.yaml"),
-    ("model=narow", "model=narow is not one of .*; did you mean narrow"),
-    ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
-])  # fmt: skip
-def test_a_wrong_word_is_explained_beside_files_of_ones_own(own, word, told):
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "experiment=bog",
+            "no experiment 'bog'; there are big, small; pass --config-dir DIR with experiment/bog.yaml",
+        ),
+        ("model=narow", "model=narow is not one of .*; did you mean narrow"),
+        ("train.stepz=3", "unknown key train.stepz .*did you mean train.steps"),
+    ],
+)
+def test_wrong_override_is_explained_with_custom_config_files(own, word, told):
     with pytest.raises(ConfigError, match=told):
         compose([own, word])
 
 
-def test_a_file_of_ones_own_builds_on_ours(own, tmp_path):
+def test_custom_config_file_extends_the_shipped_config(own, tmp_path):
     text = "defaults: [train, _self_]\ntrain:\n  steps: 5\n"
     (tmp_path / "own" / "mine.yaml").write_text(text)
     config = compose([own, "--config-name=mine", "experiment=none", "model=narrow"]).config
@@ -94,22 +100,34 @@ def test_a_file_of_ones_own_builds_on_ours(own, tmp_path):
         compose([own, "--config-name=other"])
 
 
-def test_a_config_dir_that_is_none_is_refused(tmp_path):
+def test_missing_config_dir_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--config-dir=.*/none is no folder"):
         compose([f"--config-dir={tmp_path}/none"])
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("{G}optimzer:\n  lr: 1\n", "unknown key optimzer.lr; did you mean optimizer.lr?"),
-    ("{G}train:\n  stepz: 1\n", "unknown key train.stepz; did you mean train.steps?"),
-    ("optimizer:\n  lr: 1\n", "it must begin with the line # @package _global_"),
-    ("{G}defaults:\n  - override /optimiser: sgd\n", "there is no group optimiser; did you mean optimizer?"),
-    ("{G}defaults:\n  - override /optimizer: sdg\n", "optimizer=sdg is not one of adam, .*; did you mean sgd?"),
-    ("{G}optimizer:\n  lr: fast\n", "optimizer.lr=fast must be a number, above 0"),
-    ("{G}optimizer:\n  lr: [1\n", "faulty.yaml:4:1: expected ',' or ']'"),
-    ("{G}optimizer:\n lr: 1\n  clip_norm: 3\n", "faulty.yaml:4:12: mapping values are not allowed here"),
-])  # fmt: skip
-def test_a_fault_in_an_experiment_is_told_with_its_file(own, text, message):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{G}optimzer:\n  lr: 1\n", "unknown key optimzer.lr; did you mean optimizer.lr?"),
+        ("{G}train:\n  stepz: 1\n", "unknown key train.stepz; did you mean train.steps?"),
+        ("optimizer:\n  lr: 1\n", "it must begin with the line # @package _global_"),
+        (
+            "{G}defaults:\n  - override /optimiser: sgd\n",
+            "there is no group optimiser; did you mean optimizer?",
+        ),
+        (
+            "{G}defaults:\n  - override /optimizer: sdg\n",
+            "optimizer=sdg is not one of adam, .*; did you mean sgd?",
+        ),
+        ("{G}optimizer:\n  lr: fast\n", "optimizer.lr=fast must be a number, above 0"),
+        ("{G}optimizer:\n  lr: [1\n", "faulty.yaml:4:1: expected ',' or ']'"),
+        (
+            "{G}optimizer:\n lr: 1\n  clip_norm: 3\n",
+            "faulty.yaml:4:12: mapping values are not allowed here",
+        ),
+    ],
+)
+def test_error_in_an_experiment_names_its_file(own, text, message):
     file = Path("own/experiment/faulty.yaml")
     file.write_text(text.replace("{G}", "# @package _global_\n"))
     with pytest.raises(ConfigError, match="faulty.yaml:") as caught:

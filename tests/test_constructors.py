@@ -1,4 +1,6 @@
-"""Models whose constructors set initial values: they keep them, on every layout and through the train command."""
+"""Models with constructors that set initial values keep these values, on every layout and through
+the train command.
+"""
 
 import copy
 import math
@@ -40,7 +42,7 @@ class Feedforward(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Sets all weights from the root, and those of projections again; ties two."""
+    """Set all weights from the root, the weights of projections again, and tie two weights."""
 
     real = 0  # how many were built with values, in this process
 
@@ -70,7 +72,9 @@ class Gpt(nn.Module):
 
 
 class Modulated(nn.Module):
-    """Zeros, values that torch's initializer does not show on meta, a module that was copied, and one given a parameter."""
+    """Zeros, values that torch's initializer does not show on meta, a module that was copied, and
+    one given a parameter.
+    """
 
     def __init__(self, dim=16):
         super().__init__()
@@ -104,9 +108,12 @@ def drawn():
 
 MODELS = (Gpt, Modulated, drawn)
 LAYOUTS = (
-    ("hybrid", {"replicate": 2, "shard": 2}), ("zero3", {}), ("ddp", {}), ("hybrid_full", {"replicate": 2, "shard": 2}),
+    ("hybrid", {"replicate": 2, "shard": 2}),
+    ("zero3", {}),
+    ("ddp", {}),
+    ("hybrid_full", {"replicate": 2, "shard": 2}),
     ("hybrid", {"replicate": 1, "shard": 2, "tensor": 2}),
-)  # fmt: skip
+)
 PLAN = {"blocks.*.c_fc": "colwise", "blocks.*.c_proj": "rowwise"}
 
 
@@ -119,10 +126,10 @@ def plain(build):
 
 
 def differing(model, expected):
-    """Names of what is not to the bit as in one process."""
+    """Names of tensors that are not bitwise equal to one process."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert named.keys() == expected.keys()
-    whole = {name: training.whole(each) for name, each in named.items()}
+    whole = {name: training.full_tensor_of(each) for name, each in named.items()}
     return [name for name, each in whole.items() if not torch.equal(each, expected[name])]
 
 
@@ -145,13 +152,17 @@ def _on_every_layout():
     return found
 
 
-def test_a_constructors_values_are_those_of_one_process_on_every_layout(ranks):
+def test_constructor_values_equal_one_process_on_every_layout(ranks):
     assert ranks.run(4, _on_every_layout) == [[[]] * 14] * 4
 
 
 JOB = (
-    "model=custom", "model.target=test_constructors:Gpt", "precision=fp32", "train.seed=5", "checkpoint.enabled=false",
-)  # fmt: skip
+    "model=custom",
+    "model.target=test_constructors:Gpt",
+    "precision=fp32",
+    "train.seed=5",
+    "checkpoint.enabled=false",
+)
 
 
 def _through_the_train_command(folder):
@@ -165,7 +176,7 @@ def _through_the_train_command(folder):
 
 
 @pytest.mark.slow
-def test_a_job_starts_from_its_constructors_values_and_is_certified(ranks, folder):
+def test_job_starts_from_constructor_values_and_passes_parity_check(ranks, folder):
     assert ranks.run(4, _through_the_train_command, str(folder)) == [([[]] * 3, "")] * 4
 
 
@@ -231,7 +242,10 @@ def _refused():
         with build_on_meta():
             model = build()
         free = 2**10 if build is Gpt else 2**40
-        with pytest.raises(ConfigError) as error, mock.patch.object(source, "free_memory", return_value=free):  # fmt: skip
+        with (
+            pytest.raises(ConfigError) as error,
+            mock.patch.object(source, "free_memory", return_value=free),
+        ):
             parallelize(model, mesh, ParallelConfig("ddp"), seed=5)
         told.append(str(error.value))
     # A copy asks no constructor for values.
@@ -241,7 +255,7 @@ def _refused():
     return told
 
 
-def test_what_cannot_be_built_again_is_refused_by_name_on_every_rank(ranks):
+def test_non_reproducible_constructor_is_refused_by_name_on_every_rank(ranks):
     first, second = ranks.run(2, _refused)
     assert first == second
     *told, memory = first

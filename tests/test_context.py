@@ -1,4 +1,6 @@
-"""Sequences that are divided over a context axis: losses are those of one process, and a model that cannot be divided is refused."""
+"""Sequences divided over a context axis have the losses of one process, and a model that cannot be
+divided is refused.
+"""
 
 import copy
 from typing import Any
@@ -22,7 +24,7 @@ VOCAB, WIDTH, LENGTH = 53, 32, 24
 
 
 class Block(nn.Module):
-    """As in many scripts; ``how`` makes one that cannot be divided."""
+    """A block as in many scripts; ``how`` makes a block that cannot be divided."""
 
     def __init__(self, how: str, dropout: float, kv_heads: int) -> None:
         super().__init__()
@@ -91,7 +93,9 @@ def inputs_of(step: int, documents: bool) -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def differences(sizes: dict[str, int], strategy: str, cases: list[dict[str, Any]]) -> list[float]:
-    """How much losses and gradient norms of `Model` differ from one process at most, over some steps; 1e9 for a refusal."""
+    """Return the largest differences of losses and gradient norms of `Model` from one process over
+    some steps; 1e9 for a refusal.
+    """
     mesh, found = build_mesh(MeshSpec(**sizes), strategy), []
     for case in cases:
         torch.manual_seed(1)
@@ -144,7 +148,7 @@ def attention_inside_blocks(sizes: dict[str, int]) -> set[int]:
     return found
 
 
-def test_blocks_run_with_attention_of_torch_in_its_place(ranks):
+def test_blocks_run_with_sdpa_replaced_by_context_attention(ranks):
     for found in ranks.run(2, attention_inside_blocks, {"context": 2}):
         assert len(found) == 1
 
@@ -158,7 +162,7 @@ def refusals(sizes: dict[str, int], hows: list[str]) -> list[str]:
     return found
 
 
-def test_two_ranks_compute_as_one_and_what_mixes_positions_is_refused_by_name(ranks):
+def test_two_context_ranks_compute_as_one_and_position_mixing_is_refused(ranks):
     for found in ranks.run(2, differences, {"context": 2}, "zero3", SOUND):
         assert max(found) < 1e-10, found
     words = {
@@ -177,7 +181,9 @@ def test_two_ranks_compute_as_one_and_what_mixes_positions_is_refused_by_name(ra
 
 
 def drawn(sizes: dict[str, int]) -> Any:
-    """What a forward with dropout gives on this rank, and the numbers that are drawn after it."""
+    """Return the output of a forward with dropout on this rank, and the random numbers drawn after
+    it.
+    """
     mesh = build_mesh(MeshSpec(**sizes), "zero3")
     torch.manual_seed(1)
     config = ParallelConfig("zero3", precision="fp64", activation_checkpointing="full")
@@ -190,7 +196,7 @@ def drawn(sizes: dict[str, int]) -> Any:
 
 
 @pytest.mark.slow
-def test_dropout_differs_between_slices_and_the_ranks_stay_together(ranks):
+def test_dropout_differs_between_sequence_slices_and_ranks_stay_in_step(ranks):
     (logits, number), other = ranks.run(2, drawn, {"context": 2})
     assert other == (logits, number)
     assert logits[: LENGTH // 2] != logits[LENGTH // 2 :]
@@ -212,7 +218,7 @@ def test_fp64_equals_plain_pytorch(ranks, world, mesh, strategy, options):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_context_axes(ranks, tmp_path):
+def test_run_resumes_with_other_context_sizes(ranks, tmp_path):
     layouts = [
         (4, {"context": 4}, "zero3"),
         (1, {}, "zero3"),

@@ -1,4 +1,6 @@
-"""A script's own model outputs, loss and data through the train command: losses do not depend on the layout, and what would is refused."""
+"""Custom model outputs, losses and data through the train command: losses that do not depend on
+the layout; other losses are refused.
+"""
 
 import contextlib
 import json
@@ -25,7 +27,9 @@ VOCABULARY, LENGTH = 320, 16
 
 
 class NanoGPT(nn.Module):
-    """As nanoGPT: ``(logits, loss)``, a mean over targets that are not -1; without targets the last position alone."""
+    """A model like nanoGPT: ``(logits, loss)``, a mean over targets that are not -1; without
+    targets only the last position.
+    """
 
     def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -50,14 +54,16 @@ class NanoGPT(nn.Module):
 
 
 class Balanced(NanoGPT):
-    """With a term that is no mean over targets."""
+    """A loss with a term that is not a mean over targets."""
 
     def loss(self, logits, targets):
         return super().loss(logits, targets) + logits.mean().square()
 
 
 class Library(NanoGPT):
-    """As a model of transformers: labels are shifted inside, and -100 is none."""
+    """A model with the conventions of transformers: labels are shifted inside, and -100 is
+    ignored.
+    """
 
     def forward(self, input_ids, attention_mask=None, labels=None):
         logits = self.head(self.hidden(input_ids))
@@ -70,7 +76,7 @@ class Library(NanoGPT):
 
 
 class Answers:
-    """Sequences of which another number of labels counts each; of some, none."""
+    """Sequences with different numbers of valid labels, some with none."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -127,7 +133,7 @@ JOBS = {
     ),
 }  # fmt: skip
 LAYOUTS = {
-    # One micro-batch holds the global batch, so that what the model returns is the global mean.
+    # One micro-batch holds the global batch, so that the loss of the model is the global mean.
     "whole": (1, ("train.micro_batch_size=16",)),
     "hybrid": (4, ("strategy=hybrid", "mesh.replicate=2", "train.micro_batch_size=2")),
 }
@@ -136,7 +142,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("job", [
     job if job == "nano" else pytest.param(job, marks=pytest.mark.slow) for job in JOBS
 ])  # fmt: skip
-def test_a_loss_of_ones_own_is_the_global_mean_on_any_layout(ranks, folder, job):
+def test_custom_loss_is_the_global_mean_on_any_layout(ranks, folder, job):
     rows = [json.dumps({"text": "x" * (3 + 5 * (i % 4))}) for i in range(400)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     words = (*JOBS[job], "optimizer=sgd", "optimizer.clip_norm=inf", "train.validate_every=3")
@@ -145,7 +151,7 @@ def test_a_loss_of_ones_own_is_the_global_mean_on_any_layout(ranks, folder, job)
     for name, (count, more) in LAYOUTS.items():
         run = str(folder / name)
         ranks.run(count, jobs.run, str(folder), run, (*words, *more), 4)
-    # Goes on on another number of ranks, from step 4.
+    # Resume from step 4 on another number of ranks.
     for name in ("hybrid", "whole"):
         ranks.run(2, jobs.run, str(folder), str(folder / name), (*words, "strategy=zero3"), 2)
     expected = jobs.rows(folder / "whole")
@@ -202,7 +208,7 @@ def tried(loss, **options):
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_what_a_loss_is_divided_by_is_found(name):
+def test_loss_denominator_is_detected(name):
     loss, expected = RULES[name]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
@@ -245,7 +251,7 @@ def loss_of(forward, *words):
     return ModelLoss(config, ModelParts(module, None, None, None))
 
 
-def test_a_batch_reaches_forward_by_the_names_of_its_parameters():
+def test_batch_fields_reach_forward_by_parameter_name():
     one, two, y = TensorShape((1,)), TensorShape((2,)), TensorShape((3,))
     for forward, inputs, expected in [
         (lambda self, idx, targets=None: 0, one, ((one,), {"targets": y})),
@@ -360,7 +366,7 @@ class Alone(NanoGPT):
         return self.loss(self.head(self.hidden(idx))[:, :-1].contiguous(), idx[:, 1:].contiguous())
 
 
-def test_a_file_of_token_ids_is_read_as_it_is(tmp_path):
+def test_token_id_file_is_read_unchanged(tmp_path):
     ids = np.random.default_rng(0).integers(0, 50257, 1000).astype("<u2")
     ids.tofile(tmp_path / "train.bin")
     sets = {"val": {"path": str(tmp_path / "train.bin")}}
@@ -389,7 +395,7 @@ def named(names):
     return [{name: torch.full((2,), number) for number, name in enumerate(names)}]
 
 
-def test_labels_beside_targets_are_inputs():
+def test_labels_next_to_targets_are_model_inputs():
     config = DataConfig(name="custom", target="test_custom_parts:named")
     config.arguments = {"names": ["y", "x", "target"]}
     batch = open_data(config, seed=0).train.read([0])
@@ -404,6 +410,6 @@ def test_labels_beside_targets_are_inputs():
     ("builtins:object", "TypeError: object of type 'object' has no len"),
     ("no.such:module", "cannot be imported"),
 ])  # fmt: skip
-def test_what_is_no_data_set_is_one_message(built, message):
+def test_invalid_data_set_gives_one_message(built, message):
     with pytest.raises(ConfigError, match=message):
         open_data(DataConfig(name="custom", target=built), seed=0)

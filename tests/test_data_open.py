@@ -74,7 +74,7 @@ def hashes(data: OpenData, steps: int, ranks: int, start: int = 0, **options: An
     return totals
 
 
-def test_the_standard_library_is_data_without_being_asked():
+def test_default_data_is_text_of_the_standard_library():
     data = open_data(DataConfig(), seq_len=128, seed=0)
     assert data.vocab_size == 257
     assert len(data.train) > 20_000
@@ -86,7 +86,7 @@ def test_the_standard_library_is_data_without_being_asked():
     assert sum(character.isascii() for character in found) > 100
 
 
-def test_the_fingerprint_names_everything_that_decides_what_is_read(tmp_path):
+def test_data_fingerprint_covers_every_setting_that_selects_samples(tmp_path):
     reference = text(tmp_path).fingerprint
     # A checkpoint of an earlier version belongs to the same data.
     assert reference.startswith("4cdda736cbefe88ed999d59eb580fd75")
@@ -116,7 +116,7 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_and_after_any_resume
     assert hashes(data, 10, ranks=4, start=30 * 12) == reference[30:]
     assert hashes(data, 40, ranks=5, allow_padding=True) == reference
     assert hashes(text(tmp_path, seed=4), 40, ranks=1) != reference
-    # Histories of runs are compared by them, so they are those of every earlier version.
+    # Histories of runs are compared by these hashes, so they equal the hashes of earlier versions.
     assert reference[:3] == [30091671390, 22012458000, 29384867113]
 
 
@@ -156,17 +156,26 @@ def test_prepared_folders_and_their_mixtures_are_read(tmp_path):
         open_data(config, seq_len=16, seed=0)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
-    ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
-    ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
-    ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
-    ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
-    ({"packing": "padded", "intra_document_masking": True}, "no effect with data.packing=padded"),
-    ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
-    ({"validation_fraction": 0.9}, "data.validation_fraction=0.9 must be a number, at least 0 and at most"),
-])  # fmt: skip
-def test_a_wrong_configuration_is_one_clear_message(options, message):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
+        ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
+        ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
+        ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
+        ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
+        (
+            {"packing": "padded", "intra_document_masking": True},
+            "no effect with data.packing=padded",
+        ),
+        ({"end_token": "</s>"}, "data.end_token=</s> has no meaning with data.tokenizer=bytes"),
+        (
+            {"validation_fraction": 0.9},
+            "data.validation_fraction=0.9 must be a number, at least 0 and at most",
+        ),
+    ],
+)
+def test_wrong_data_configuration_gives_one_clear_message(options, message):
     with pytest.raises(ConfigError) as caught:
         open_data(DataConfig(**options), seq_len=16, seed=0)
     assert message in str(caught.value)
@@ -198,7 +207,7 @@ def test_a_damaged_cache_is_prepared_again(tmp_path, cache):
 
 
 def _in_child(function: Callable[[], Any]) -> tuple[int, int]:
-    """Forks; the child writes what the function returns. (process, read end)."""
+    """Fork a child that writes the result of the function. Returns (process, read end)."""
     end, start = os.pipe()
     child = os.fork()
     if child == 0:
@@ -252,7 +261,7 @@ def test_one_process_prepares_an_empty_cache_and_the_next_one_if_it_is_killed(tm
     assert not list(cache.glob("*/*.tmp"))
 
 
-def test_the_feed_reads_ahead_as_far_as_it_is_told_and_passes_exceptions_on(tmp_path):
+def test_feed_reads_the_configured_number_ahead_and_raises_worker_exceptions(tmp_path):
     data = text(tmp_path)
     real, read = data.train.read, threading.Semaphore(0)
     reads: list[Any] = []
@@ -279,7 +288,7 @@ def test_the_feed_reads_ahead_as_far_as_it_is_told_and_passes_exceptions_on(tmp_
                 feed.next()
 
 
-def test_an_interrupt_while_the_feed_is_waited_for_loses_no_batch(tmp_path):
+def test_interrupt_while_waiting_for_the_feed_loses_no_batch(tmp_path):
     data = text(tmp_path)
     expected = hashes(data, 1, 1)
     real, go = data.train.read, threading.Event()
@@ -331,7 +340,7 @@ def test_ids_beyond_the_vocabulary_are_named_before_they_reach_the_model(tmp_pat
         stream.read(range(40))
 
 
-def test_an_embedding_that_is_given_more_ids_than_rows_is_named():
+def test_embedding_with_too_few_rows_is_named():
     model = nn.ModuleDict({"positions": nn.Embedding(5, 2)})
     with pytest.raises(ConfigError, match="positions has 5 rows and was given the ids 0 to 7"):
         with embedding_errors_named(model):

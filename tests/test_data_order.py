@@ -1,4 +1,4 @@
-"""The order of samples: which sample stands at which position, and which rank reads which position."""
+"""The order of samples: the sample at each position, and the rank that reads each position."""
 
 import random
 

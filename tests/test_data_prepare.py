@@ -1,4 +1,4 @@
-"""Preparing token shards: formats, bad input, determinism, and what a kill leaves behind."""
+"""Preparing token shards: formats, bad input, determinism, and the files after a kill."""
 
 import base64
 import gzip
@@ -80,7 +80,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_text_is_kept_to_the_last_character_and_sorted_by_name(corpus, tmp_path):
+def test_text_is_complete_and_sorted_by_name(corpus, tmp_path):
     found = documents(run(corpus, tmp_path / "out"))
     names = sorted(path.relative_to(corpus).as_posix() for path in corpus.rglob("*.txt"))
     assert "".join(found) == "".join((corpus / name).read_text() for name in names)
@@ -145,7 +145,7 @@ def test_every_format_gives_the_same_documents(tmp_path, monkeypatch):
     assert documents(TokenStore(tmp_path / "out")) == texts
 
 
-def test_prompts_and_unmarked_segments_are_no_targets(tmp_path):
+def test_prompts_and_unmarked_segments_are_not_targets(tmp_path):
     rows = [
         {"text": "plain"},
         {"prompt": "ask", "completion": "yes"},
@@ -207,23 +207,26 @@ def test_a_wrong_tokenizer_is_named(tmp_path):
 GOOD = json.dumps({"text": "good"}).encode() + b"\n"
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.jsonl", GOOD + b"{broken\n" + GOOD, "a.jsonl:2: not JSON"),
-    ("a.jsonl", GOOD + b'\n["list"]\n', "a.jsonl:3: a row must be an object, got list"),
-    ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: no field data.text_field=text; fields: body"),
-    ("a.jsonl", GOOD + b'{"text": 3}\n', "a.jsonl:2: the text is not a string"),
-    ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: the text has half a surrogate pair"),
-    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8"),
-    ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "a.jsonl:2: not JSON"),
-    ("a.jsonl", GOOD + b'{"segments": [1]}\n', "a.jsonl:2: segments must be"),
-    ("a.jsonl", GOOD * 2 + b"x" * (1 << 20), "a.jsonl:3: the line is longer than 524288 bytes"),
-    ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
-    ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
-    ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
-    ("a\nparallel2d: \x1b[2J.jsonl", b"{", "a\\nparallel2d: \\x1b[2J.jsonl:1: not JSON"),
-    ("a.jsonl", b'{"\\n\\u001b[2J": 1}\n', "fields: \\n\\x1b[2J"),
-    ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", GOOD + b"{broken\n" + GOOD, "a.jsonl:2: not JSON"),
+        ("a.jsonl", GOOD + b'\n["list"]\n', "a.jsonl:3: a row must be an object, got list"),
+        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: no field data.text_field=text; fields: body"),
+        ("a.jsonl", GOOD + b'{"text": 3}\n', "a.jsonl:2: the text is not a string"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: the text has half a surrogate pair"),
+        ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8"),
+        ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "a.jsonl:2: not JSON"),
+        ("a.jsonl", GOOD + b'{"segments": [1]}\n', "a.jsonl:2: segments must be"),
+        ("a.jsonl", GOOD * 2 + b"x" * (1 << 20), "a.jsonl:3: the line is longer than 524288 bytes"),
+        ("a.txt", b"fine\nthen \xe9 latin\n", "a.txt:2: not UTF-8: byte 0xe9"),
+        ("a.bin", b"\x7fELF\n\0\n\0", "a.bin:2: binary: it has zero bytes"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 3000)[:-20], "a.jsonl.gz:"),
+        ("a\nparallel2d: \x1b[2J.jsonl", b"{", "a\\nparallel2d: \\x1b[2J.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"\\n\\u001b[2J": 1}\n', "fields: \\n\\x1b[2J"),
+        ("a.txt.gz", b"not gzip", "a.txt.gz:1: cannot be read from here on: Not a gzipped file"),
+    ],
+)
 def test_bad_input_is_reported_with_file_and_line(tmp_path, monkeypatch, name, content, message):
     monkeypatch.setattr(reading, "ROW_BYTES", 1 << 19)
     (tmp_path / name).write_bytes(content)
@@ -262,12 +265,19 @@ def test_bad_tables_and_damaged_zstandard_files_are_reported(tmp_path, monkeypat
         assert "cannot be read from here on" in error(tmp_path / "a.jsonl.zst", tmp_path / "out")
 
 
-@pytest.mark.parametrize(("name", "line", "message"), [
-    ("a.txt.gz", b"a line\n", "a.txt.gz:"),
-    ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
-    ("a.jsonl.gz", b"{\n", "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not"),
-])  # fmt: skip
-def test_a_text_without_end_is_one_message(tmp_path, monkeypatch, name, line, message):
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("a.txt.gz", b"a line\n", "a.txt.gz:"),
+        ("a.txt.gz", b"a", "a.txt.gz:1: cannot be read from here on: it expands to more than 100"),
+        (
+            "a.jsonl.gz",
+            b"{\n",
+            "has 1001 bad rows, data.max_bad_rows=0 are allowed: a.jsonl.gz:1: not",
+        ),
+    ],
+)
+def test_unbounded_text_gives_one_message(tmp_path, monkeypatch, name, line, message):
     monkeypatch.setattr(reading, "_FREE_BYTES", 1 << 20)
     (tmp_path / name).write_bytes(gzip.compress(line * (8 << 20)))
     assert message in error(tmp_path / name, tmp_path / "out")
@@ -280,7 +290,7 @@ def test_allowed_bad_rows_are_omitted_and_counted(tmp_path):
     prepared = run(tmp_path / "a.jsonl", tmp_path / "out", max_bad_rows=2)
     assert documents(prepared) == ["good"] * 3
     assert (prepared.manifest["bad_rows"], prepared.manifest["empty_documents"]) == (2, 0)
-    # A damaged file counts once, and what precedes the damage is kept.
+    # A damaged file counts once, and rows before the damage are kept.
     lines = b"".join(b"%d is a line\n" % number for number in range(60_000))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(lines)[:-2000])
     kept = documents(run(tmp_path / "b.txt.gz", tmp_path / "cut", max_bad_rows=1))
@@ -288,11 +298,18 @@ def test_allowed_bad_rows_are_omitted_and_counted(tmp_path):
     assert lines.decode().startswith("".join(kept))
 
 
-@pytest.mark.parametrize(("content", "fraction", "message"), [
-    ({}, 0.0, "has no document with text"),
-    ({"a.jsonl": '{"text": ""}\n\n'}, 0.0, "has no document with text"),
-    ({"a.txt": "one"}, 0.1, "is one document, which cannot be split; data.validation_fraction=0.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "fraction", "message"),
+    [
+        ({}, 0.0, "has no document with text"),
+        ({"a.jsonl": '{"text": ""}\n\n'}, 0.0, "has no document with text"),
+        (
+            {"a.txt": "one"},
+            0.1,
+            "is one document, which cannot be split; data.validation_fraction=0.1",
+        ),
+    ],
+)
 def test_input_without_text_is_refused(tmp_path, content, fraction, message):
     (tmp_path / "in").mkdir()
     for name, text in content.items():
@@ -393,7 +410,7 @@ def test_a_finished_folder_is_kept_and_other_input_is_refused(tmp_path):
     assert documents(TokenStore(tmp_path / "out")) == ["text"]
 
 
-def test_damage_is_found(tmp_path):
+def test_verify_finds_damage(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     run(tmp_path / "a.txt", tmp_path / "out")
     tokens = tmp_path / "out" / "train-00000.tokens"
@@ -446,7 +463,7 @@ CARD = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """A folder beside a private file; no address may be contacted."""
+    """A folder next to a private file; no address may be contacted."""
     (tmp_path / "set").mkdir()
     (tmp_path / "private.jsonl").write_text(json.dumps({"text": SECRET}) + "\n")
     (tmp_path / "set" / "train.jsonl").write_bytes(GOOD)
@@ -466,11 +483,21 @@ def prepare_data_set(folder: Path, out: Path) -> TokenStore:
 
 
 @pytest.mark.extras("datasets")
-@pytest.mark.parametrize("pattern", [
-    "{outside}/private.jsonl", "../private.jsonl", "'**/../../private.jsonl'", "http://a.example/x.jsonl",
-    "'file:{outside}/private.jsonl'", "hf://datasets/a/b/x.jsonl", "~/private.jsonl", "link.jsonl", "'*.jsonl'",
-    "'zip://x.jsonl::a.zip'",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "{outside}/private.jsonl",
+        "../private.jsonl",
+        "'**/../../private.jsonl'",
+        "http://a.example/x.jsonl",
+        "'file:{outside}/private.jsonl'",
+        "hf://datasets/a/b/x.jsonl",
+        "~/private.jsonl",
+        "link.jsonl",
+        "'*.jsonl'",
+        "'zip://x.jsonl::a.zip'",
+    ],
+)
 def test_a_readme_names_files_inside_the_folder_only(hostile, tmp_path, pattern):
     (hostile / "README.md").write_text(CARD.format("train.jsonl"))
     assert documents(prepare_data_set(hostile, tmp_path / "good")) == ["good"]
@@ -537,7 +564,7 @@ CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 9000).
     ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}}, "is not a"),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}, "is not a readable"),
 ])  # fmt: skip
-def test_a_hostile_tokenizer_is_one_message(tmp_path, capfd, change, message):
+def test_hostile_tokenizer_gives_one_message(tmp_path, capfd, change, message):
     make_tokenizer(tmp_path / "t.json", [])
     settings = json.loads((tmp_path / "t.json").read_text())
     (tmp_path / "t.json").write_text(json.dumps({**settings, **change}))

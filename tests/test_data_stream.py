@@ -1,4 +1,6 @@
-"""What stands in a sample: packing, padding, document boundaries, loss masks, mixtures, ends, and hashes."""
+"""Content of a sample: packing, padding, document boundaries, loss masks, mixtures, ends, and
+hashes.
+"""
 
 import random
 from collections import Counter
@@ -111,9 +113,9 @@ def test_padded_samples_hold_one_document_each_cut_at_the_length(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [PackedSamples, PaddedSamples])
-def test_only_what_the_loss_mask_allows_is_a_target(tmp_path: Path, kind: type) -> None:
-    """Prompts (mask 0) are inputs and never targets; a shard without masks beside one with them is all
-    targets.
+def test_loss_mask_selects_targets(tmp_path: Path, kind: type) -> None:
+    """Prompts (mask 0) are inputs and never targets; a shard without masks next to a shard with
+    masks consists of targets only.
     """
     masks: list[list[list[int] | None]] = [[[0, 0, 1], None], [None]]
     split = write_split(tmp_path, [[[10, 11, 12], [13, 14]], [[15, 16]]], masks)
@@ -143,7 +145,7 @@ def test_the_hash_tells_tokens_targets_positions_and_data_apart(tmp_path):
     assert stream.read([3, None]).hash == stream.read([3]).hash
 
 
-def test_the_hashes_of_sequences_are_those_of_every_earlier_version():
+def test_sequence_hashes_equal_earlier_versions():
     """Histories of runs are compared by them."""
     inputs = np.arange(15, dtype=np.int64).reshape(3, 5) * 37
     targets = inputs + 1
@@ -167,7 +169,7 @@ def test_a_missing_position_has_weight_zero(tmp_path):
     ("policy", "batches", "missing", "repeated"),
     [("drop", 2, 0, 0), ("pad", 3, 2, 0), ("wrap", 3, 0, 2)],
 )
-def test_the_end_is_exact(tmp_path, policy, batches, missing, repeated):
+def test_data_end_is_exact(tmp_path, policy, batches, missing, repeated):
     """13 samples in global batches of 5: dropped, padded with weight zero, or wrapped."""
     stream = packed_stream(write_split(tmp_path, [[list(range(13 * 8))]]), epochs=1, end=policy)
     assert (len(stream), stream.global_batches(5)) == (13, batches)
@@ -222,18 +224,21 @@ def test_a_mixture_reads_in_proportion_and_each_sample_once_per_own_epoch(tmp_pa
     assert [255 in row for row in inputs[:40]].count(False) == 10
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ([1.0, 0.0], "above 0"),
-    ([1.0, -2.0], "above 0"),
-    (["a"], "above 0"),
-    ([0.123457, 1.0], f"at most {MAXIMUM_PERIOD}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 0.0], "above 0"),
+        ([1.0, -2.0], "above 0"),
+        (["a"], "above 0"),
+        ([0.123457, 1.0], f"at most {MAXIMUM_PERIOD}"),
+    ],
+)
 def test_impossible_weights_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Schedule(weights)
 
 
-def test_a_batch_moves_as_a_whole(tmp_path):
+def test_batch_moves_to_the_device_with_all_fields(tmp_path):
     split = write_split(tmp_path, [[[1] * 100]])
     batch = packed_stream(split, intra_document_masking=True).read([0, 1])
     moved = batch.to("meta", non_blocking=True)

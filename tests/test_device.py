@@ -1,4 +1,6 @@
-"""Accelerators go through their device module: any kind works, one visible device per task, and none is left unused in silence."""
+"""Accelerators go through their device module: any kind works, one visible device per task, and
+none is left unused in silence.
+"""
 
 import os
 import re
@@ -81,7 +83,9 @@ def test_compile_auto_compiles_repeated_blocks_on_a_gpu_and_nothing_else():
 
 
 def join(*ranks: tuple[int, str]) -> list[subprocess.CompletedProcess[str]]:
-    """Start one rank for each LOCAL_RANK and list of visible UUIDs, as torchrun or Slurm do, and wait for all."""
+    """Start one rank for each LOCAL_RANK and list of visible UUIDs, as torchrun or Slurm do, and
+    wait for all.
+    """
     program = Path(__file__).with_name("toy_accelerator.py")
     common = {
         **os.environ,

@@ -1,4 +1,6 @@
-"""The other commands of README.md and docs/, those that start no job, run as they stand on a run and a corpus that are there."""
+"""The commands of README.md and docs/ that start no job run unchanged on an existing run and
+corpus.
+"""
 
 import os
 import re
@@ -16,10 +18,16 @@ PROGRAM = re.compile(
 )
 # In the place of words that the reader chooses
 CHOSEN = {
-    "RUN_DIR": "run", "RUN": "run", "DIR": "reported", "NEW_FOLDER": "exported-anew",
-    "two/checkpoints/step-00000200": "run", "run/checkpoints/step-00000016": "run", "run/export": "exported-beside",
-    "model.pt": "whole.pt", "~/.parallel2d-secret": "secret",
-}  # fmt: skip
+    "RUN_DIR": "run",
+    "RUN": "run",
+    "DIR": "reported",
+    "NEW_FOLDER": "exported-anew",
+    "two/checkpoints/step-00000200": "run",
+    "run/checkpoints/step-00000016": "run",
+    "run/export": "exported-beside",
+    "model.pt": "whole.pt",
+    "~/.parallel2d-secret": "secret",
+}
 NEW = ("reported", "exported-anew", "exported", "exported-beside", "whole.pt", "secret")
 # A word -> why a command with it does not run here
 ELSEWHERE = {
@@ -36,7 +44,7 @@ def commands() -> dict[str, list[str]]:
     for page in PAGES:
         for line in lines_of(page):
             if PROGRAM.match(line):
-                # What stands in brackets may be left out.
+                # Arguments in brackets may be omitted.
                 text = re.sub(r"\[[^\]]*\]", "", line.strip())
                 words = shlex.split(os.path.expandvars(text), comments=True)
                 found[f"{page.name}: {' '.join(words)}"] = words
@@ -80,15 +88,15 @@ def ran(folder: Path, words: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_commands_were_found_and_every_reason_is_needed():
+def test_commands_were_found_and_every_skip_reason_is_needed():
     assert len(RUN_HERE) >= 12
     given = {word for words in commands().values() for word in words}
     assert set(ELSEWHERE) <= given
 
 
 @pytest.mark.extras
-def test_the_other_commands_run(workspace):
-    # In the order of the pages: some read what the one before has written.
+def test_documented_commands_run(workspace):
+    # In the order of the pages: some commands read the files of the previous command.
     for number, words in enumerate(RUN_HERE.values()):
         words = [CHOSEN.get(word, word) for word in words[words.index("-m") + 1 :]]
         for taken in NEW:
@@ -98,7 +106,7 @@ def test_the_other_commands_run(workspace):
     assert (workspace / "tokens" / "manifest.json").exists()
 
 
-# What a job needs that is not here: data, weights, code or nodes of the reader.
+# Requirements of a job that are missing here: data, weights, code or nodes of the reader.
 NEEDED = ("path=", "target=", "model=hf", "rdzv_endpoint", "llama_8b", "my_hooks", "load=", "plan.")
 SHORT = ["train.steps=3", "launch.nproc_per_node=4", "model.max_seq_len=128"]
 
@@ -118,6 +126,6 @@ def jobs_of_pages() -> dict[str, list[str]]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", jobs_of_pages())
-def test_a_job_trains(tmp_path, name):
+def test_documented_job_trains(tmp_path, name):
     said = ran(tmp_path, ["parallel2d.train", *jobs_of_pages()[name], *SHORT])
     assert "loss" in said

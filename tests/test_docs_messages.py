@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md quotes messages: each of them stands in the source of the package, or in torch's libraries."""
+"""docs/troubleshooting.md quotes messages: each of them stands in the source of the package, or in
+torch's libraries.
+"""
 
 import ast
 import functools
@@ -21,7 +23,9 @@ def quoted(text: str) -> list[str]:
 
 @functools.cache
 def templates() -> list[str]:
-    """Every text of the package's source, with ``…`` for what is filled in when it is raised."""
+    """Every text of the package's source, with ``…`` for the values that are filled in when it is
+    raised.
+    """
     found = []
     for path in (ROOT / "parallel2d").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -35,14 +39,15 @@ def templates() -> list[str]:
 
 
 def is_in_source(message: str) -> bool:
-    """Whether one text of the source has the fixed parts of ``message``, in their order and with
-    the same words between them; ``…`` stands for any words."""
+    """Return True if a text of the source has the fixed parts of ``message``, in their order and
+    with the same words between them; ``…`` stands for any words.
+    """
     parts = [re.escape(part) for part in message.split("…")]
     pattern = re.compile(".*".join(parts))
     return any(pattern.search(template) for template in templates())
 
 
-def test_messages_were_found_and_can_be_told_apart():
+def test_documented_messages_are_unique():
     messages = quoted(PAGE)
     assert len(messages) >= 60
     assert len(set(messages)) == len(messages)
@@ -51,13 +56,13 @@ def test_messages_were_found_and_can_be_told_apart():
         assert len(message.replace("…", "").strip()) >= 10, message
 
 
-def test_every_message_of_the_page_stands_in_the_source():
+def test_documented_message_is_in_the_source():
     missing = [message for message in quoted(OWN) if not is_in_source(message)]
     assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("message", quoted(OF_TORCH))
-def test_a_message_of_torch_stands_in_its_libraries(message):
+def test_documented_torch_message_is_in_torch_libraries(message):
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libc10.so", "libtorch_cpu.so"):
         with (folder / name).open("rb") as file:

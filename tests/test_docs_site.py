@@ -1,5 +1,7 @@
-"""The documentation builds as a site without a warning; every key, name and page is in it; a page loads nothing from elsewhere
-and is never wider than the window; a newcomer's questions are answered."""
+"""The documentation builds as a site without a warning; every key, name and page is in it; a page
+loads nothing from elsewhere and is never wider than the window; a newcomer's questions are
+answered.
+"""
 
 import html
 import posixpath
@@ -22,7 +24,9 @@ IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?(?:https?:)?//")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built pages. Warnings are errors, among them links that lead nowhere and pages in no table of contents."""
+    """The folder of the built pages. Warnings are errors, among them links that lead nowhere and
+    pages in no table of contents.
+    """
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "tools.docs.site", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -43,8 +47,8 @@ QUESTIONS = {
     "How do I export to Hugging Face?": "--to hf writes the folder that from_pretrained takes",
     "How do I run a sweep?": "-m optimizer.lr=1e-3,1e-2",
 }
-# One of the elements that hold the article, if it has to be scrolled sideways or reaches beyond the
-# window, and what in it is widest. The theme gives the scroll bar to `.content`, not to the body.
+# An element of the article that has to be scrolled sideways or reaches beyond the window, and its
+# widest child. The theme gives the scroll bar to `.content`, not to the body.
 TOO_WIDE = """(() => {
   const width = window.innerWidth, article = document.querySelector("article");
   for (let node = article.closest(".content"); node; node = node.parentElement) {
@@ -72,7 +76,7 @@ def pages_linked_in(site: Path, page: str) -> set[str]:
 
 @pytest.mark.extras("sphinx", "myst_parser", "furo")
 def test_every_page_is_built_and_linked_from_the_first(site):
-    """In the navigation; and by links in the text, from page to page."""
+    """Pages are linked in the navigation, and by links in the text from page to page."""
     sources = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     pages = {str(path.with_suffix(".html")) for path in sources} - {"index.html"}
     index = (site / "index.html").read_text()
@@ -125,8 +129,11 @@ def test_no_page_is_wider_than_the_window(site, tmp_path):
             for width in (1200, 800, 400):
                 browser.call(
                     "Emulation.setDeviceMetricsOverride",
-                    width=width, height=900, deviceScaleFactor=1, mobile=False,
-                )  # fmt: skip
+                    width=width,
+                    height=900,
+                    deviceScaleFactor=1,
+                    mobile=False,
+                )
                 assert browser.ask("window.innerWidth") == width
                 too_wide = browser.ask(TOO_WIDE)
                 if too_wide:

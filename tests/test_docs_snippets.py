@@ -1,4 +1,6 @@
-"""The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values for the names that a reader brings."""
+"""The Python blocks of README.md and docs/ run as they stand, most on two ranks, with small values
+for the names that a reader brings.
+"""
 
 import os
 import re
@@ -63,24 +65,33 @@ def summed_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def names_of(code: str) -> dict[str, Any]:
-    """What the block uses and does not make itself."""
+    """Return the names that the block uses and does not define."""
     used = set(re.findall(r"\w+", code))
     names: dict[str, Any] = {name: getattr(parallel2d, name) for name in parallel2d.__all__}
     names |= {name: kind for name, kind in vars(config_module).items() if isinstance(kind, type)}
     x = torch.arange(8).reshape(4, 2) % 8
     micro = SimpleNamespace(inputs=x, targets=x)
     names |= {
-        "torch": torch, "MyModel": MyModel, "x": x, "config": ParallelConfig("hybrid"),
-        "micro_batches": [micro, micro], "valid_tokens_on_this_rank": 16, "batches": [x, x],
-        "loss": summed_loss, "batch": x, "validate": lambda model: model(x), "steps": 2,
-        "samples": 4, "position_of_the_checkpoint": 0,
-    }  # fmt: skip
+        "torch": torch,
+        "MyModel": MyModel,
+        "x": x,
+        "config": ParallelConfig("hybrid"),
+        "micro_batches": [micro, micro],
+        "valid_tokens_on_this_rank": 16,
+        "batches": [x, x],
+        "loss": summed_loss,
+        "batch": x,
+        "validate": lambda model: model(x),
+        "steps": 2,
+        "samples": 4,
+        "position_of_the_checkpoint": 0,
+    }
     if not dist.is_initialized():
         return names
     mesh = build_mesh(MeshSpec(replicate=dist.get_world_size(), shard=1), "hybrid")
     torch.manual_seed(0)
     names |= {"mesh": mesh, "module": MyModel(), "rank": dist.get_rank(), "bare": MyModel()}
-    # These two take the plain module; the others what parallelize has made of it.
+    # These two take the plain module; the other functions take the result of parallelize.
     if "broadcast_from" in used or "certify" in used:
         names["model"] = MyModel()
         names["state"] = MyModel().state_dict()
@@ -118,7 +129,7 @@ ALONE = [block for block in blocks() if block[0] in ("data.md", "hooks.md") or "
 ON_RANKS = [block for block in blocks() if block not in ALONE]
 
 
-def test_blocks_were_found_and_every_reason_is_needed():
+def test_snippets_were_found_and_every_skip_reason_is_needed():
     assert len(ALONE) + len(ON_RANKS) >= 10
     reasons = {
         _reason(page.name, code)
@@ -130,14 +141,14 @@ def test_blocks_were_found_and_every_reason_is_needed():
 
 
 @pytest.mark.parametrize("block", ON_RANKS, ids=first_line)
-def test_a_block_runs_on_ranks(ranks, folder, block):
+def test_snippet_runs_on_ranks(ranks, folder, block):
     # This one looks at the whole state, which other ranks do not have.
     is_of_rank0 = "full_state(model, optimizer)" in block[1]
     ranks.run(1 if is_of_rank0 else 2, run_block, str(folder), block[1])
 
 
 @pytest.mark.parametrize("block", ALONE, ids=first_line)
-def test_a_block_runs_in_one_process(folder, block):
+def test_snippet_runs_in_one_process(folder, block):
     run_block(str(folder), block[1].replace('device="cuda"', 'device="cpu"'))
     assert not dist.is_initialized()
 

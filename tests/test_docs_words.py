@@ -1,4 +1,6 @@
-"""The commands of README.md and docs/ are accepted as they stand: their words compose and pass every check."""
+"""The commands of README.md and docs/ are accepted as they stand: their words compose and pass
+every check.
+"""
 
 import os
 import re
@@ -14,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A fenced block with its language, or an indented one
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```|((?:^    [^\n]*\n)+)", re.DOTALL | re.MULTILINE)
-# The words of a job follow one of these, whatever starts it.
+# The overrides of a job follow one of these commands.
 PROGRAM = re.compile(r"(?:python -m |-m |^)parallel2d[. ](?:train|certify|plan)(?= |$)")
 # In the place of words that the reader chooses
 ELLIPSES = ("...", "…", "<any", "overrides>", "[--list]")
@@ -34,8 +36,9 @@ def lines_of(page: Path) -> list[str]:
 
 
 def words_of(line: str) -> list[str] | None:
-    """The words of the job that ``line`` starts, of a sweep those of its first job; None for
-    another program."""
+    """Return the overrides of the job that ``line`` starts (of the first job of a sweep); None for
+    another program.
+    """
     found = PROGRAM.search(line.strip())
     if found is None:
         return None
@@ -63,14 +66,14 @@ def is_elsewhere(words: list[str]) -> bool:
 COMPOSED = {name: words for name, words in commands().items() if not is_elsewhere(words)}
 
 
-def test_commands_were_found():
+def test_documentation_has_commands():
     assert len(COMPOSED) >= 30
     given = {word for words in commands().values() for word in words}
     assert set(ELSEWHERE) <= given, "a reason that no command needs"
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_a_command_composes(name):
+def test_documented_command_composes(name):
     words = COMPOSED[name]
     # The quick way knows no clusters.
     if any(word.startswith("cluster=") for word in words):

@@ -1,5 +1,6 @@
-"""The examples run, on several ranks, and do what they claim. `own_loop.py` is run in `test_command_line.py`, `ray_train.py` in
-`test_ray.py`."""
+"""The examples run on several ranks and give the results that they claim. `own_loop.py` is run in
+`test_command_line.py`, `ray_train.py` in `test_ray.py`.
+"""
 
 import functools
 import importlib.util
@@ -74,7 +75,7 @@ def test_a_saved_model_is_fine_tuned_as_in_one_process(ranks, small_llama, tmp_p
 
 
 @pytest.mark.extras("transformers")
-def test_adapters_are_trained_alone_and_merged(ranks, small_llama, tmp_path):
+def test_only_adapters_are_trained_and_merged(ranks, small_llama, tmp_path):
     rows = ranks.run(4, finetune, small_llama, None, strategy="hybrid", lora=4, steps=4)[0]
     ranks.run(4, finetune, small_llama, str(tmp_path / "new"), strategy="hybrid", lora=4, steps=3)
     before, after = load(small_llama), load(str(tmp_path / "new"))
@@ -129,15 +130,19 @@ HOOKS = {"mlflow": "mlflow_hook:MLflowHook", "wandb": "wandb_hook:WandbHook"}
 
 
 def hooked(folder: Path, steps: int) -> None:
-    """A whole job with the hooks of the examples, that goes on where there is a run already."""
+    """Run a complete job with the hooks of the examples; it resumes an existing run."""
     hooks = [
         f"{{hook: '{HOOKS[name]}', every: 2}}" for name in HOOKS if importlib.util.find_spec(name)
     ]
     small = [word for word in jobs.SMALL if not word.startswith("train.steps")]
     words = [
-        "hydra.run.dir=run", "launch.nproc_per_node=2", f"train.steps={steps}", "train.validate_every=3",
-        f"train.hooks=[{', '.join(hooks)}]", "scheduler=constant",
-    ]  # fmt: skip
+        "hydra.run.dir=run",
+        "launch.nproc_per_node=2",
+        f"train.steps={steps}",
+        "train.validate_every=3",
+        f"train.hooks=[{', '.join(hooks)}]",
+        "scheduler=constant",
+    ]
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment["WANDB_MODE"] = "offline"
@@ -146,7 +151,7 @@ def hooked(folder: Path, steps: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Key -> steps at which the hooks log it
+# Key -> steps that the hooks log
 LOGGED = {"loss": (2, 4, 6), "grad_norm": (2, 4, 6), "validation/loss": (3, 4, 6)}
 
 
@@ -217,7 +222,7 @@ def test_the_wandb_hook_logs_one_run_over_a_resume(logged_run):
 
 
 @pytest.mark.extras("lightning.fabric")
-def test_fabric_trains_alike_on_two_layouts(tmp_path):
+def test_fabric_example_has_equal_losses_on_two_layouts(tmp_path):
     flat, split = (
         fabric("--save", str(tmp_path / "saved")),
         fabric("--tensor", "2", "--strategy", "zero3"),
@@ -233,7 +238,7 @@ def test_fabric_trains_alike_on_two_layouts(tmp_path):
 
 @pytest.mark.extras("PIL", "transformers")
 @pytest.mark.parametrize("model", ["vit", "network"])
-def test_a_folder_of_images_trains_alike_on_two_layouts(ranks, tmp_path, model):
+def test_image_folder_example_has_equal_losses_on_two_layouts(ranks, tmp_path, model):
     import numpy as np
     from PIL import Image
 
@@ -246,14 +251,26 @@ def test_a_folder_of_images_trains_alike_on_two_layouts(ranks, tmp_path, model):
             Image.fromarray(pixels.astype(np.uint8)).save(where)
     sizes = "num_labels: 3, num_attention_heads: 2, num_hidden_layers: 2, hidden_size: 16, intermediate_size: 24"
     models = {
-        "vit": ["model=hf", "model.architecture=vit", f"++model.arguments={{image_size: 8, patch_size: 4, {sizes}}}"],
-        "network": ["model=custom", "model.target=images:Network", "++model.arguments={classes: 3, width: 4}"],
-    }  # fmt: skip
+        "vit": [
+            "model=hf",
+            "model.architecture=vit",
+            f"++model.arguments={{image_size: 8, patch_size: 4, {sizes}}}",
+        ],
+        "network": [
+            "model=custom",
+            "model.target=images:Network",
+            "++model.arguments={classes: 3, width: 4}",
+        ],
+    }
     arguments = "{folder: pictures, size: 8, share: 0.2}"
     words = [
-        *models[model], "data=custom", "data.target=images:build", f"data.arguments={arguments}", "train.validate_every=3",
+        *models[model],
+        "data=custom",
+        "data.target=images:build",
+        f"data.arguments={arguments}",
+        "train.validate_every=3",
         f"data.validation={{held: {{arguments: {arguments[:-1]}, held_out: true}}}}}}",
-    ]  # fmt: skip
+    ]
     for name, world in (("alone", 1), ("hybrid", 4)):
         ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / name), words, 6)
     alone, hybrid = (jobs.rows(tmp_path / name) for name in ("alone", "hybrid"))

@@ -1,4 +1,6 @@
-"""Values between ranks: the types that arrive are those that were sent, and nothing that arrives runs."""
+"""Values between ranks arrive with the types that were sent, and received values are never
+executed.
+"""
 
 import json
 import math
@@ -29,7 +31,7 @@ def test_values_arrive_with_their_types(value):
     assert type(arrived) is type(value)
 
 
-def test_numbers_that_are_none_errors_and_tensors_arrive():
+def test_nan_errors_and_tensors_arrive():
     assert math.isnan(exchange.decode(exchange.encode(float("nan"))))
     error = exchange.decode(exchange.encode(DamagedCheckpointError("it is\ndamaged")))
     assert (type(error), str(error)) == (DamagedCheckpointError, "it is\ndamaged")
@@ -45,7 +47,7 @@ def test_numbers_that_are_none_errors_and_tensors_arrive():
 @pytest.mark.parametrize(
     "value", [object(), len, lambda: None, {"a": [RuntimeError("no")]}, torch.device("cpu")]
 )
-def test_what_cannot_be_sent_is_refused_where_it_is(value):
+def test_unsupported_value_is_refused_on_its_rank(value):
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):
         exchange.encode(value)
 
@@ -53,7 +55,7 @@ def test_what_cannot_be_sent_is_refused_where_it_is(value):
 @pytest.mark.parametrize(
     "told", [{"builtins.eval": ["1"]}, {"os.system": ["true"]}, {"dtype": "nn"}, {"a": 1}]
 )
-def test_a_kind_that_nobody_registered_is_refused(told):
+def test_unregistered_type_is_refused(told):
     with pytest.raises(KeyError):
         exchange.decode(json.dumps(told))
 

@@ -1,9 +1,11 @@
-"""Two nodes of two ranks, and what happens to them: killed workers, lost nodes, partitions, stopped ranks, at random moments.
+"""Faults of two nodes of two ranks: killed workers, lost nodes, partitions, stopped ranks, at
+random moments.
 
-A job goes on through a sequence of faults, in the end it is asked to stop, and its history is compared with that of a single process to
-which nothing happened: every global batch once and in order, every loss equal. ``.ci/run`` runs some of the kinds with short time-outs, in
-one job; ``-m soak`` runs PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS with longer ones. Both print how long it took until
-the next step.
+A job continues through a sequence of faults until it is asked to stop, and its history is compared
+with a single undisturbed process: every global batch once and in order, every loss equal.
+``.ci/run`` runs some of the kinds with short time-outs, in one job; ``-m soak`` runs
+PARALLEL2D_FAULTS (20) of each of PARALLEL2D_FAULT_KINDS with longer time-outs. Both print the time
+until the next step.
 """
 
 import json
@@ -27,16 +29,27 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 LIBRARY = Path(os.__file__).parent
 WORDS = (
-    "data=text", f"data.path={LIBRARY}/email/*.py", "train.seq_len=16", "train.global_batch_size=16", "train.steps=1000000",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent",
-    "metrics.tensorboard=false", "precision=fp64", "scheduler=constant", "checkpoint.every=10",
+    "data=text",
+    f"data.path={LIBRARY}/email/*.py",
+    "train.seq_len=16",
+    "train.global_batch_size=16",
+    "train.steps=1000000",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+    "precision=fp64",
+    "scheduler=constant",
+    "checkpoint.every=10",
     # The last digits of sums depend on the layout, and training makes such a difference grow with
     # every step: slowly at a small rate. A lost update would show by far.
     "optimizer.lr=1e-5",
-)  # fmt: skip
+)
 
 
-# Leaves the cores to those that start, and few steps to do again without faults.
+# Leave the cores to starting processes, with few steps to repeat without faults.
 SLOWLY = """
 import time
 from parallel2d.training.hooks import Hook
@@ -62,7 +75,9 @@ SLACK = 3.0  # times as long as on a machine that does nothing else
 
 
 class Disturbed:
-    """The job on its cluster. Every fault is a method that returns the seconds until the next step was done."""
+    """The job on its cluster. Every fault is a method that returns the seconds until the next step
+    was done.
+    """
 
     def __init__(
         self,
@@ -76,7 +91,7 @@ class Disturbed:
     ) -> None:
         self.cluster, self.folder, self.times = cluster, folder, times
         self.random = random.Random(seed)
-        self.away: int | None = None  # a node whose launcher has ended
+        self.away: int | None = None  # a node without its launcher
         (folder / "slowly.py").write_text(SLOWLY)
         words = ["-m", "parallel2d.train", *WORDS, *method, "train.hooks=[slowly:Slowly]"]
         words += [f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/run"]
@@ -124,11 +139,11 @@ class Disturbed:
         begin = time.monotonic()
         self.cluster.kill_worker(*self.any_rank())
         took = self._recovered(begin)
-        self._wait_for_both()  # a second loss would leave nobody with the state
+        self._wait_for_both()  # a second failure would leave no live copy of the state
         return took
 
     def kill_node(self) -> float:
-        """The other node goes on alone; then this one comes back and both go on."""
+        """The other node continues without this node; then this node rejoins and both continue."""
         node, begin = self.random.randrange(2), time.monotonic()
         self.cluster.kill_node(node)
         seconds = self._recovered(begin)
@@ -150,7 +165,7 @@ class Disturbed:
         begin = time.monotonic()
         self.cluster.stop_worker(node, local_rank)
         took = self._recovered(begin)
-        self._wait_for_both()  # a node that was quicker went on alone
+        self._wait_for_both()  # a faster node continued without the other node
         return took
 
     def _partition(self, seconds: float) -> float:
@@ -170,7 +185,7 @@ class Disturbed:
         return self._partition(self.times.long_partition)
 
     def _end_launcher(self, number: int, code: int) -> float:
-        """One launcher is stopped; the other node goes on alone, until `bring_back`."""
+        """Stop one launcher; the other node continues until `bring_back`."""
         node, begin = self.random.randrange(2), time.monotonic()
         self.job.send_signal(number, node)
         assert self.job.processes[node].wait(60 * SLACK) == code, self.job.tail()
@@ -184,7 +199,7 @@ class Disturbed:
         return took
 
     def bring_back(self) -> None:
-        """A launcher that has ended is started again, and both nodes go on."""
+        """Start an ended launcher again; both nodes continue."""
         if self.away is not None:
             self.job.start(self.away)
             self.away = None
@@ -218,7 +233,7 @@ class Disturbed:
 
     def nodes_in_use(self) -> int:
         if lines := self.lines():
-            # Replicas are nodes here; where they may not be lost alone, the layout tells.
+            # Replicas are nodes here; the layout decides if a single replica may fail.
             present = json.loads(lines[-1]).get("replicas/present")
             if present is not None:
                 return int(present)
@@ -251,7 +266,7 @@ class Disturbed:
 
 
 def undisturbed(folder: Path, steps: int, method: Sequence[str]) -> list[dict[str, object]]:
-    """The same job on as many processes as ``method`` says, without faults."""
+    """Run the same job without faults on the number of processes that ``method`` needs."""
     words = [*WORDS, f"data.cache_dir={folder}/cache", f"hydra.run.dir={folder}/quiet", *method]
     words += [f"train.steps={steps}", "checkpoint.enabled=false"]
     # on a machine with other work, two threads wait for each other's turn
@@ -263,7 +278,9 @@ def undisturbed(folder: Path, steps: int, method: Sequence[str]) -> list[dict[st
 
 
 def compare(rows: list[dict[str, object]], expected: list[dict[str, object]]) -> float:
-    """Every step once and in order, every batch the right one, every loss equal. Returns the largest relative difference."""
+    """Every step once and in order, every batch the right one, every loss equal. Returns the
+    largest relative difference.
+    """
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["data/batch_hash"] for row in rows] == [row["data/batch_hash"] for row in expected]
     worst = max(
@@ -284,8 +301,14 @@ def run(
     starts: int | None = None,
     late: Sequence[int] = (),
 ) -> dict[str, list[float]]:
-    """``method``: words of the job; ``alone``: of the same job without faults; ``starts``: how often all ranks start together, at most; ``late``: nodes that come
-    later."""
+    """Run a job through faults.
+
+    Args:
+        method: overrides of the job.
+        alone: overrides of the same job without faults.
+        starts: limit of the starts of all ranks together.
+        late: nodes that join later.
+    """
     took: dict[str, list[float]] = {}
     with Cluster(nodes=2, ranks=2, rate="20mbit", store="outside") as cluster:
         disturbed = Disturbed(cluster, folder, seed, times, method, min_nodes, late)
@@ -306,9 +329,10 @@ def run(
 
 
 @pytest.mark.slow
-def test_ranks_stores_and_launchers_that_end(tmp_path):
+def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
-    # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again before the other.
+    # Node 1 comes late. Only a store that is lost ends all ranks; one node may find it again
+    # before the other.
     run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
 
 
@@ -325,7 +349,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.slow
-def test_ranks_that_hear_no_signal_end_at_once_after_a_failure_on_another_node(tmp_path):
+def test_ranks_ignoring_signals_end_after_a_failure_on_another_node(tmp_path):
     """Such as ranks that wait for a lost one on an accelerator. The grace period is for planned ends."""
     (tmp_path / "deaf.py").write_text(DEAF)
     words = ["launch.nnodes=2", "launch.insecure=true", "launch.max_restarts=2"]
@@ -346,14 +370,14 @@ def test_ranks_that_hear_no_signal_end_at_once_after_a_failure_on_another_node(t
 
 
 @pytest.mark.soak
-def test_split_updates_go_on_without_a_node_and_with_it_again(tmp_path):
-    """The other node has not the whole state: it goes on from the newest checkpoint."""
+def test_split_updates_continue_without_a_node_and_after_it_rejoins(tmp_path):
+    """The other node does not have the full state: it resumes from the newest checkpoint."""
     faults = ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
     times = replace(SHORT, between=(2, 6))
     run(tmp_path, faults, 4, times, method=["strategy=hybrid_full"])
 
 
-# Methods whose history depends on the number of replicas: nodes that are lost are waited for.
+# Methods with a history that depends on the number of replicas: failed nodes are waited for.
 DILOCO = ["sync=diloco", "sync.every=7"]
 ON_TWO_NODES = {
     "int4": ["strategy=hybrid_full", "sync.wire=int4", "sync.warmup=3"],

@@ -1,4 +1,6 @@
-"""Features of all ranks inside a step: a contrastive loss has the gradients of one process on every layout."""
+"""Features of all ranks inside a step: a contrastive loss has the gradients of one process on
+every layout.
+"""
 
 import copy
 
@@ -67,7 +69,9 @@ def backward_at_once(model, mesh, own, first):
 
 
 def backward_by_chunks(model, mesh, own, first):
-    """The recipe of docs/library.md: features without a graph, their gradients, then one chunk after the other."""
+    """The recipe of docs/library.md: features without a graph, their gradients, then one chunk
+    after the other.
+    """
     with torch.no_grad():
         features = [model(view) for view in own]
     leaves = [each.requires_grad_() for each in features]
@@ -93,7 +97,7 @@ def weights_on(strategy, sizes, backward):
 
 @pytest.mark.parametrize("backward", [backward_at_once, backward_by_chunks])
 @pytest.mark.parametrize("strategy", LAYOUTS)
-def test_contrastive_loss_has_the_weights_of_one_process(ranks, strategy, backward):
+def test_contrastive_loss_gives_weights_of_one_process(ranks, strategy, backward):
     found = ranks.run(4, weights_on, strategy, LAYOUTS[strategy], backward)[0]
     expected = weights_of_one_process()
     assert found.keys() == expected.keys()

@@ -1,7 +1,7 @@
-"""Files from somebody else, changed at random: whatever is in them, there is one message, soon, in little memory.
+"""Untrusted files, changed at random: any content gives one message, in bounded time and memory.
 
-`MUTATIONS` of each kind run by default; ``PARALLEL2D_MUTATIONS`` says how many in the soak test. A failure prints the seed that makes
-the same file again.
+`MUTATIONS` of each kind run by default; ``PARALLEL2D_MUTATIONS`` sets the number for the soak
+test. A failure prints the seed that makes the same file again.
 """
 
 import contextlib
@@ -41,8 +41,21 @@ ODD = (
     {"": ""}, [1] * 10_000, {"__class__": "os"},
 )  # fmt: skip
 PIECES = (
-    b"\0", b"\xff" * 8, b"[" * 50_000, b"{", b"}", b'"', b",", b"NaN", b"1e999", b"9" * 5000, b"\n", b"\\u0000", b"-", b"\x80\x02cos\n",
-)  # fmt: skip
+    b"\0",
+    b"\xff" * 8,
+    b"[" * 50_000,
+    b"{",
+    b"}",
+    b'"',
+    b",",
+    b"NaN",
+    b"1e999",
+    b"9" * 5000,
+    b"\n",
+    b"\\u0000",
+    b"-",
+    b"\x80\x02cos\n",
+)
 
 
 def mutated_bytes(data: bytes, random: random.Random) -> bytes:
@@ -166,7 +179,7 @@ def header(folder: Path, random: random.Random) -> None:
 def saved(folder: Path, random: random.Random) -> None:
     path = random.choice((folder / "archive.pt", folder / "stream.pt"))
     path.write_bytes(mutated_bytes(path.read_bytes(), random))
-    # Each reads the file in a process of its own.
+    # Each file is read in a separate process.
     convert = ["convert", str(path), str(folder / "out.safetensors")]
     assert checkpoint_command(random.choice((["inspect", str(path)], convert))) in (0, 1, 2)
 
@@ -251,16 +264,25 @@ def _save_for_torch(folder: Path) -> None:
 
 def _record(folder: Path) -> None:
     row = {
-        "throughput/tokens_per_s": 50.0, "time/step_s": 0.1, "time/sync_s": 0.01, "memory/peak_gib": 1.5, "comm/shard/bytes": 10,
-        "goodput/fraction": 0.5, "goodput/useful_s": 4.0, "goodput/lost_data_s": 1.0, "validation/loss": None,
-    }  # fmt: skip
+        "throughput/tokens_per_s": 50.0,
+        "time/step_s": 0.1,
+        "time/sync_s": 0.01,
+        "memory/peak_gib": 1.5,
+        "comm/shard/bytes": 10,
+        "goodput/fraction": 0.5,
+        "goodput/useful_s": 4.0,
+        "goodput/lost_data_s": 1.0,
+        "validation/loss": None,
+    }
     lines = [
         {**row, "step": n, "loss": 5.0 / n, "goodput/wall_s": 9.0 * n, "goodput/unix_s": 1.7e9 + n}
         for n in range(1, 11)
     ]
     described = {
-        "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "strategy": "hybrid", "predicted": {"comm/shard/bytes": 8},
-    }  # fmt: skip
+        "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+        "strategy": "hybrid",
+        "predicted": {"comm/shard/bytes": 8},
+    }
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "layout.json").write_text(
         json.dumps(described | {"ranks": [[[0], [1]], [[2], [3]]], "hosts": ["a"] * 4})
@@ -277,12 +299,19 @@ def _prepare(folder: Path) -> None:
 
 
 _MAKE = {
-    "manifest": _save, "header": _save, "saved": _save_for_torch, "layout": _record, "rows": _record, "tokens": _prepare,
-}  # fmt: skip
+    "manifest": _save,
+    "header": _save,
+    "saved": _save_for_torch,
+    "layout": _record,
+    "rows": _record,
+    "tokens": _prepare,
+}
 
 
 def fuzzed(kind: str, original: Path, folder: Path, seed: int, number: int) -> tuple[float, int]:
-    """Seconds of the processor of the slowest, its child's too, and the bytes by which memory has grown at its highest."""
+    """Processor seconds of the slowest file, with its child's, and the largest growth of memory in
+    bytes.
+    """
     slowest, before = 0.0, peak_memory(from_now=True)
     for index in range(number):
         shutil.rmtree(folder, ignore_errors=True)
@@ -301,7 +330,7 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
     seed = int(os.environ.get("PARALLEL2D_SEED", "1"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        KINDS[kind](shutil.copytree(original, folder), random.Random(1))  # loads what it needs
+        KINDS[kind](shutil.copytree(original, folder), random.Random(1))  # loads its imports
         slowest, grown = fuzzed(kind, original, folder, seed, number)
     print(
         f"{kind}: {number} mutations, slowest {slowest:.2f} s, {grown / 2**20:.0f} MiB more memory"
@@ -312,12 +341,12 @@ def check(kind: str, original: Path, folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("number", [MUTATIONS, pytest.param(MANY, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_changed_at_random(original, tmp_path, kind, number):
+def test_mutated_files_are_refused_or_equal(original, tmp_path, kind, number):
     check(kind, original(kind), tmp_path / "run", number)
 
 
 @pytest.mark.parametrize("ends", [[0, 5], [9, 3], [4, 4]])
-def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp_path, ends):
+def test_unsorted_document_ends_are_refused(original, tmp_path, ends):
     folder = shutil.copytree(original("tokens"), tmp_path / "run") / "tokens"
     path = next(folder.glob("train-*.ends"))
     data = bytearray(path.read_bytes())
@@ -330,6 +359,6 @@ def test_documents_that_do_not_end_one_after_the_other_are_refused(original, tmp
 
 @pytest.mark.extras("plotly")
 @pytest.mark.parametrize("kind", ["layout", "rows"])
-def test_pages_of_files_changed_at_random(original, tmp_path, kind, monkeypatch):
+def test_report_of_mutated_files_is_built_or_refused(original, tmp_path, kind, monkeypatch):
     monkeypatch.setitem(globals(), "REPORTS", (page,))
-    fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises what page raises
+    fuzzed(kind, original(kind), tmp_path / "run", 1, 10)  # raises the exceptions of page

@@ -9,7 +9,9 @@ SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
 
 
 def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
-    """The rows of the table that the script prints, its head first. ``ranks``: started by torchrun, unless 0."""
+    """The rows of the table that the script prints, its head first. ``ranks``: started by
+    torchrun, unless 0.
+    """
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}") if ranks else ()
     run = jobs.run_python(*launcher, str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -18,7 +20,7 @@ def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_table_of_a_step_has_both_loops():
+def test_step_table_has_both_loops():
     head, *rows = table_of("step_flops.py", "--steps", "1", "--rounds", "1")
     assert head[0] == "step"
     assert [row[0] for row in rows[:2]] == ["hand-written `fully_shard`", "parallel2d"]
@@ -26,7 +28,7 @@ def test_the_table_of_a_step_has_both_loops():
 
 
 @pytest.mark.slow
-def test_the_table_of_a_checkpoint_has_steps_with_and_without():
+def test_checkpoint_table_has_steps_with_and_without_saving():
     _, *rows = table_of("checkpoint_stall.py", "--steps", "6", "--every", "2")
     assert [row[0] for row in rows] == ["that do not save", "that save"]
     assert all(float(row[1]) > 0 for row in rows)
@@ -41,7 +43,7 @@ def test_the_table_of_a_checkpoint_has_steps_with_and_without():
         ),
     ],
 )
-def test_parallel2d_begins_no_collective_that_torch_does_not_begin(layouts, ranks, options):
+def test_parallel2d_issues_only_the_collectives_of_torch(layouts, ranks, options):
     words = ("--steps", "1", "--rounds", "1", *options)
     _, *rows = table_of("against_torch.py", *words, ranks=ranks)
     sides = [[layout, side] for layout in layouts for side in ("torch", "parallel2d")]
@@ -60,7 +62,7 @@ def test_parallel2d_begins_no_collective_that_torch_does_not_begin(layouts, rank
         pytest.param(("--precision", "bf16", "--compile"), marks=pytest.mark.soak),
     ],
 )
-def test_late_gradients_of_two_ranks_are_those_of_one_process(options):
+def test_late_gradients_of_two_ranks_equal_one_process(options):
     _, *rows = table_of("overlap.py", "--steps", "1", *options, ranks=2)
     assert [row[:2] for row in rows] == [["2 x 1", "equal"], ["1 x 2", "equal"]]
     assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows)

@@ -1,4 +1,6 @@
-"""Every gradient lands in its own parameter, whatever ranks and micro-batches use which: all compared with one plain process."""
+"""Every gradient arrives in its parameter for any use of parameters by ranks and micro-batches:
+all compared with one plain process.
+"""
 
 import contextlib
 import copy
@@ -23,7 +25,7 @@ def batch(route):
 
 
 def expected_gradients(model, data_ranks, shards, micros, step):
-    """Of the mean over the data ranks of the sum over micro-batches, in one process."""
+    """Gradients of the mean over the data ranks of the sum over micro-batches, in one process."""
     for rank in range(data_ranks):
         for micro in range(micros):
             route = Route(rank, rank // shards, micro, step)
@@ -46,7 +48,7 @@ def largest_difference(model, expected):
 
 
 def backward_passes(model, routes, mode):
-    """One global batch, through `accumulate` or in a loop of one's own."""
+    """Process one global batch, through `accumulate` or in a custom loop."""
     forward = type(model).loss
     if mode.startswith("own_"):
         how = mode.removeprefix("own_")
@@ -102,14 +104,16 @@ LAYOUTS = [
     ({"replicate": 1, "shard": 4}, "zero2", "block", "own_plain", 2),
     ({"replicate": 2, "shard": 2}, "hybrid", "block", "own_reduce_scatter_only", 3),
     ({"replicate": 2, "shard": 2}, "hybrid", EVERYTHING, "own_plain", 3),
-]  # fmt: skip
+]
 
 
 ALL_CASES = (0, 3, 4)  # hybrid, hybrid_full, ddp
 
 
 def runs(number, name):
-    """Whether a layout runs a case: those of `ALL_CASES` all that they can, the others a third in turn."""
+    """True if a layout runs a case: cases of `ALL_CASES` run on every possible layout, the other
+    cases on a third of them in turn.
+    """
     sizes, _, bucketing = LAYOUTS[number][:3]
     # Ranks of a shard group have to choose the same groups of modules.
     if bucketing == "layer" and sizes["shard"] > 1:
@@ -123,12 +127,16 @@ def runs(number, name):
     return number in ALL_CASES or (list(CASES).index(name) + number) % 3 == 1
 
 
-@pytest.mark.parametrize("number", [
-    1, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 6, 10)),
-    *(pytest.param(number, marks=pytest.mark.soak) for number in (2, 3, 7, 8)),
-    *(pytest.param(number, marks=pytest.mark.soak) for number in (4, 5, 9, 11)),
-])  # fmt: skip
-def test_gradients_are_those_of_one_process(ranks, number):
+@pytest.mark.parametrize(
+    "number",
+    [
+        1,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 6, 10)),
+        *(pytest.param(number, marks=pytest.mark.soak) for number in (2, 3, 7, 8)),
+        *(pytest.param(number, marks=pytest.mark.soak) for number in (4, 5, 9, 11)),
+    ],
+)
+def test_gradients_equal_one_process(ranks, number):
     names = [name for name in CASES if runs(number, name)]
     for found in ranks.run(4, differences, *LAYOUTS[number], names):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}

@@ -32,7 +32,7 @@ def keys_of(config, prefix=""):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_has_a_text_of_one_line(family):
+def test_every_key_has_a_one_line_help_text(family):
     """Compared with the keys of a composed configuration, so that none can be left out."""
     config = compose(NEEDED.get(family, [])).config
     found = [part for part in sections() if part.family in ("", family)]
@@ -43,7 +43,7 @@ def test_every_key_has_a_text_of_one_line(family):
     assert {key: text for key, text in documented.items() if len(text) > 110} == {}
 
 
-def test_a_key_has_its_type_constraint_choices_readers_and_default():
+def test_help_of_key_has_type_constraint_choices_readers_and_default():
     found = {(part.family, each.key): each for part in sections() for each in part.keys}
     steps = found["", "train.steps"]
     assert (steps.allowed, steps.default, steps.choices) == ("a whole number, at least 1", 300, ())
@@ -62,7 +62,7 @@ def test_a_key_has_its_type_constraint_choices_readers_and_default():
     assert found["", "sync.name"].text == "Set by the group: sync=diloco"
 
 
-def test_help_shows_every_key_with_the_value_that_the_words_give():
+def test_help_shows_every_key_with_its_overridden_value():
     page = information(
         ["--help", "all", "model=hf", "strategy=zero3", "train.steps=7"], "program", "Why."
     )
@@ -101,7 +101,7 @@ def test_help_lists_groups_options_and_examples_that_compose():
         information(["--help", *words], "program", "")
 
 
-def test_help_shows_a_required_value_ones_own_choices_and_no_sweep(tmp_path):
+def test_help_shows_required_values_and_custom_choices_and_refuses_sweeps(tmp_path):
     assert "model.target (required)" in information(
         ["--help", "all", "model=custom"], "program", ""
     )
@@ -117,7 +117,7 @@ def test_help_shows_a_required_value_ones_own_choices_and_no_sweep(tmp_path):
         information(["--help", "strategy=ddb"], "program", "")
 
 
-def test_help_ends_quietly_with_its_reader_and_loads_no_torch():
+def test_help_ends_on_a_closed_pipe_and_loads_no_torch():
     program = (
         "import sys, parallel2d.data\n"  # every process that prepares would pay for torch
         "from parallel2d.__main__ import main\n"
@@ -138,14 +138,14 @@ def test_options_may_stand_between_overrides(capsys):
     assert "steps: 17" in shown
 
 
-def test_completion_is_that_of_hydra(capsys, monkeypatch):
+def test_completion_equals_hydra(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("COMP_LINE", "python train.py strategy=z")
     assert train(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["strategy=zero2", "strategy=zero3"]
 
 
-def test_the_command_lists_the_commands(capsys):
+def test_parallel2d_without_arguments_lists_commands(capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["parallel2d"].partition(":")
     assert getattr(importlib.import_module(module), name)(["--help"]) == 0
@@ -155,22 +155,31 @@ def test_the_command_lists_the_commands(capsys):
         assert re.search(rf"^  {name} +{re.escape(purpose)}$", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
-    ([], "a command is missing\nusage: parallel2d COMMAND"),
-    (["--nonsense"], "--nonsense is not one of train"),
-    (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
-    (["train", "train.stepz=4"], ".*did you mean train.steps?"),
-])  # fmt: skip
-def test_a_wrong_command_is_one_clear_message(words, told, capsys):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "trian is not one of train, certify, .*; did you mean train?"),
+        ([], "a command is missing\nusage: parallel2d COMMAND"),
+        (["--nonsense"], "--nonsense is not one of train"),
+        (["train", "--help", "model=hff"], "model=hff is not one of custom, hf"),
+        (["train", "train.stepz=4"], ".*did you mean train.steps?"),
+    ],
+)
+def test_wrong_command_gives_one_clear_message(words, told, capsys):
     assert __main__.main(words) == 2
     assert re.match(f"parallel2d: {told}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("plan", "certify", "preflight") else name for name in COMMANDS
-])  # fmt: skip
-def test_a_commands_usage_names_the_way_it_was_called(name, capsys):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("plan", "certify", "preflight")
+        else name
+        for name in COMMANDS
+    ],
+)
+def test_usage_names_the_called_entry_point(name, capsys):
     module = importlib.import_module(f"parallel2d.{name}")
     for main, words, program in (
         (__main__.main, [name], f"parallel2d {name}"),
@@ -186,14 +195,14 @@ def test_a_commands_usage_names_the_way_it_was_called(name, capsys):
         assert "``" not in page
 
 
-def test_exit_codes_are_those_of_the_modules(tmp_path):
+def test_entry_point_returns_exit_code_of_the_module(tmp_path):
     assert __main__.main(["certify", "train.stepz=4"]) == 1
     assert __main__.main(["report", str(tmp_path)]) == 2
     assert __main__.main(["checkpoint", "verify", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize("main", [__main__.main, train])
-def test_the_version_is_that_of_the_package(main, capsys, monkeypatch):
+def test_version_option_prints_the_package_version(main, capsys, monkeypatch):
     from importlib import metadata
 
     monkeypatch.setattr(metadata, "version", lambda name: f"7.8.9 of {name}")
@@ -202,8 +211,10 @@ def test_the_version_is_that_of_the_package(main, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_finds_a_model_of_the_current_folder(tmp_path):
-    """As `python -m` does; the script of a package has its own folder in the place of this one."""
+def test_command_finds_a_model_in_the_current_folder(tmp_path):
+    """`python -m` searches the current folder; the script of a package searches its own folder
+    instead.
+    """
     (tmp_path / "here.py").write_text("from torch.nn import Embedding")
     words = ["model=custom", "model.target=here:Embedding", "plan.dry_run=true"]
     words += ["model.arguments={num_embeddings: 320, embedding_dim: 320}", "plan.verify=false"]

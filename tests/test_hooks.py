@@ -1,4 +1,6 @@
-"""Hooks: what they get and may ask for, on every rank; an error on one rank; the samples that a model writes."""
+"""Hooks: their arguments and requests on every rank; an error on one rank; samples of text from
+the model.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_command_line import execute
-from training import whole
+from training import full_tensor_of
 from workers import WorkerError
 
 from parallel2d.base.errors import ConfigError
@@ -22,7 +24,7 @@ from parallel2d.training.trainer_parts import LoopCallbacks
 
 
 class Giving(Hook):
-    """Metrics of its own, on all ranks, on one, and after a validation."""
+    """Return custom metrics, on all ranks, on one rank, and after a validation."""
 
     def start(self, run, step):
         return {"begun_on": float(run.rank), "level": -1.0}
@@ -37,15 +39,15 @@ class Giving(Hook):
         return {"validation/worst": max(metrics.values())}
 
 
-def test_a_metric_is_the_mean_over_the_ranks_that_gave_it(ranks, folder):
-    words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")  # fmt: skip
+def test_hook_metric_is_the_mean_over_reporting_ranks(ranks, folder):
+    words = ("train.hooks=[test_hooks:Giving]", "train.steps=4", "train.validate_every=2")
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     rows = jobs.rows(folder / "run")
     assert [row["rank"] for row in rows] == [0.5] * 4
     assert [row["accuracy"] for row in rows] == [1 / 4] * 4
     assert [row["only"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     assert [row["loss_twice"] for row in rows] == [2 * row["loss"] for row in rows]
-    # What was given before the first step counts in it, unless the step gives it too.
+    # Metrics from before the first step count in it, unless the step returns them too.
     assert [row.get("begun_on") for row in rows] == [0.5, None, None, None]
     assert [row["level"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     worst = [row.get("validation/worst") for row in rows]
@@ -96,14 +98,14 @@ class Asking(Hook):
         return HookResult(save=step == 3, stop="enough" if step == 5 else None)
 
 
-def test_one_rank_may_ask_and_all_follow(ranks, folder):
+def test_request_of_one_rank_is_followed_by_all(ranks, folder):
     words = ("checkpoint.every=0", "train.validate_every=4", "metrics.log_every=2")
     words += ("train.hooks=[test_hooks:Asking, test_hooks:Giving, test_hooks:Noting]",)
     ends = ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     assert ends == [(5, "stopped after step 5 by a hook: enough")] * 2
     saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000003", "step-00000005"]
-    # Each rank is told of an asynchronous save once it is published.
+    # Each rank is notified of an asynchronous save once it is published.
     for rank in (0, 1):
         assert [call[1] for call in calls_of(folder, rank) if call[0] == "save"] == [3, 5]
     rows = jobs.rows(folder / "run")
@@ -119,7 +121,7 @@ def run_until_asked_to_end(folder, run_dir, words, step):
     return trainer.preempted, trainer.progress.step
 
 
-def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, folder):
+def test_stop_request_writes_a_row_for_the_last_step(ranks, folder):
     words = ("metrics.log_every=50", "train.steps=12")
     ends = ranks.run(2, run_until_asked_to_end, str(folder), str(folder / "run"), words, 3)
     was_asked, last = ends[0]
@@ -128,17 +130,37 @@ def test_the_last_row_of_a_run_that_is_asked_to_end_is_its_last_step(ranks, fold
     assert jobs.rows(folder / "run")[-1]["step"] == last
 
 
-def test_every_rank_is_called_in_the_same_order_also_when_resumed(ranks, folder):
+def test_hooks_run_in_one_order_on_every_rank_and_after_resume(ranks, folder):
     words = (
-        "train.hooks=[test_hooks:Noting]", "train.validate_every=3", "checkpoint.asynchronous=false", "train.steps=6"
-    )  # fmt: skip
+        "train.hooks=[test_hooks:Noting]",
+        "train.validate_every=3",
+        "checkpoint.asynchronous=false",
+        "train.steps=6",
+    )
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
     ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     calls = calls_of(folder, 0)
     assert calls == calls_of(folder, 1)
     validation = ["validation", 3, ["validation/loss"]]
-    first = [["start", 0], ["step", 1], ["step", 2], ["save", 2, "step-00000002"], validation, ["step", 3], ["step", 4], ["save", 4, "step-00000004"], ["step", 5]]  # fmt: skip
-    second = [["start", 4], ["step", 5], ["validation", 6, ["validation/loss"]], ["step", 6], ["save", 6, "step-00000006"], ["end", 6, "finished"]]  # fmt: skip
+    first = [
+        ["start", 0],
+        ["step", 1],
+        ["step", 2],
+        ["save", 2, "step-00000002"],
+        validation,
+        ["step", 3],
+        ["step", 4],
+        ["save", 4, "step-00000004"],
+        ["step", 5],
+    ]
+    second = [
+        ["start", 4],
+        ["step", 5],
+        ["validation", 6, ["validation/loss"]],
+        ["step", 6],
+        ["save", 6, "step-00000006"],
+        ["end", 6, "finished"],
+    ]
     assert calls == first + second
     noted = [json.loads(row) for row in (folder / "run" / "rows-0.jsonl").read_text().splitlines()]
     assert [row["step"] for row in noted] == [1, 2, 3, 4, 5, 5, 6]
@@ -171,16 +193,21 @@ class Failing(Hook):
         self.fail(run, "end")
 
 
-@pytest.mark.parametrize(("method", "told"), [
-    ("start", "start failed on rank 1 at step 0: ValueError: no luck ("),
-    ("leave", "step failed on rank 1 at step 1: SystemExit: 7"),
-    ("save", "save failed on rank 1 at step 2: ValueError: no luck ("),
-])  # fmt: skip
-def test_an_exception_on_one_rank_is_the_same_message_on_all(ranks, folder, method, told):
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("start", "start failed on rank 1 at step 0: ValueError: no luck ("),
+        ("leave", "step failed on rank 1 at step 1: SystemExit: 7"),
+        ("save", "save failed on rank 1 at step 2: ValueError: no luck ("),
+    ],
+)
+def test_hook_exception_on_one_rank_gives_one_message_on_all(ranks, folder, method, told):
     words = (
-        f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]", "train.steps=4", "train.validate_every=3",
+        f"train.hooks=[{{hook: 'test_hooks:Failing', method: {method}}}]",
+        "train.steps=4",
+        "train.validate_every=3",
         "checkpoint.asynchronous=false",
-    )  # fmt: skip
+    )
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, jobs.run_to_the_end, str(folder), str(folder / "run"), words)
     assert caught.value.everywhere
@@ -200,58 +227,64 @@ class Returning(Hook):
 
 
 def call_once(hooks):
-    """As the trainer does after a step that was saved."""
+    """Call the hooks as the trainer does after a saved step."""
     config = SimpleNamespace(data=SimpleNamespace(validation={"wiki": {}}))
     calls = HookCalls(hooks, SimpleNamespace(rank=dist.get_rank(), config=config))
     calls.saved(2, "step-00000002")
     calls.step(2, {}, None, True)
 
 
-@pytest.mark.parametrize(("hooks", "message"), [
-    ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
-    ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
-    ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
-    ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
-    ([Returning({"a": (1, -1)})], "the metric a has the count -1, which must be at least 0"),
-    ([Returning({1: 1})], "a metric has the name 1, which is not a string"),
-    ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
-    ([Returning({}, "save")], "save returned {}; it may return nothing"),
-])  # fmt: skip
-def test_what_a_method_may_not_return_ends_the_run(ranks, hooks, message):
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ([Returning({"loss": 1.0})], "the metric loss is one that the trainer measures"),
+        ([Returning({"validation/wiki/loss": 1})], "loss is one that the trainer measures"),
+        ([Returning({"a": 1}), Returning({"a": 2})], "the metric a is given by two hooks"),
+        ([Returning({"a": "b"})], "could not convert string to float: 'b'"),
+        ([Returning({"a": (1, -1)})], "the metric a has the count -1, which must be at least 0"),
+        ([Returning({1: 1})], "a metric has the name 1, which is not a string"),
+        ([Returning(7)], "it may return a dict of metrics, a HookResult or None"),
+        ([Returning({}, "save")], "save returned {}; it may return nothing"),
+    ],
+)
+def test_invalid_hook_return_value_ends_the_run(ranks, hooks, message):
     with pytest.raises(WorkerError) as caught:
         ranks.run(2, call_once, hooks)
     assert caught.value.everywhere
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize(("entries", "message"), [
-    (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
-    (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
-    (["test_hooks:SAMPLE"], "is not callable"),
-    (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
-    (["test_hooks:Misspelt"], r"has a method on_step, which .* did you mean step\?"),
-    ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
-    ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
-    (
-        [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
-        r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
-    ),
-])  # fmt: skip
-def test_a_hook_that_cannot_be_made_is_one_message(entries, message):
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["nowhere:Hook"], "train.hooks=nowhere:Hook cannot be imported"),
+        (["test_hooks:Nothing"], "has no attribute 'Nothing'"),
+        (["test_hooks:SAMPLE"], "is not callable"),
+        (["test_hooks:call_once"], "is not a class derived from parallel2d.hooks.Hook"),
+        (["test_hooks:Misspelt"], r"has a method on_step, which .* did you mean step\?"),
+        ([{"hook": "test_hooks:Failing"}], "missing a required argument: 'method'"),
+        ([{"hook": "test_hooks:Noting", "x": 1}], "unexpected keyword argument 'x'|too many"),
+        (
+            [{"hook": "parallel2d.hooks:SampleText", "every": 0}],
+            r"SampleText: ConfigError: every=0 and tokens=64 must be at least 1",
+        ),
+    ],
+)
+def test_invalid_hook_gives_one_message(entries, message):
     with pytest.raises(ConfigError, match=message):
         build_hooks(entries)
 
 
 class Misspelt(Hook):
     def send(self, text):
-        """A method of its own."""
+        """A custom method."""
 
     def on_step(self, run, step, metrics):
         pass
 
 
 class Keeping(SampleText):
-    """Keeps what it shows, by step, on every rank."""
+    """Record the displayed values by step, on every rank."""
 
     shown: dict
 
@@ -293,7 +326,7 @@ def greedy(folder, run_dir, words):
 
 
 @pytest.mark.slow
-def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder):
+def test_generated_sample_is_equal_on_every_layout_and_rank(ranks, folder):
     (expected,) = ranks.run(1, samples, str(folder), str(folder / "one"), ())
     assert list(expected) == [2, 4, 6]
     assert ranks.run(1, greedy, str(folder), str(folder / "plain"), ()) == [expected[6]]
@@ -303,7 +336,7 @@ def test_a_sample_is_the_same_on_every_layout_and_rank(ranks, folder):
 
 
 @pytest.mark.slow
-def test_drawn_tokens_depend_on_seed_and_step_alone(ranks, folder):
+def test_sampled_tokens_depend_only_on_seed_and_step(ranks, folder):
     def drawn(name, *words):
         arguments = (str(folder), str(folder / name), words)
         first, second = ranks.run(2, samples, *arguments, temperature=1.0)
@@ -332,16 +365,25 @@ def losses_and_weights(folder, run_dir, words, hooks):
     trainer.model.head.eval()
     trainer.run()
     trainer.recorder.close()
-    weights = [whole(parameter).detach().numpy() for parameter in trainer.model.parameters()]
+    weights = [
+        full_tensor_of(parameter).detach().numpy() for parameter in trainer.model.parameters()
+    ]
     return weights, torch.get_rng_state().numpy(), [m.training for m in trainer.model.modules()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")])  # fmt: skip
-def test_hooks_and_samples_disturb_nothing(ranks, folder, layout):
+@pytest.mark.parametrize(
+    "layout", [("strategy=zero2",), ("sync=diloco", "sync.every=3", "strategy=ddp")]
+)
+def test_hooks_and_samples_change_no_weights_or_losses(ranks, folder, layout):
     words = (
-        "model=custom", "model.target=test_hooks:Dropping", "precision=fp32", "train.steps=7", "checkpoint.enabled=false", *layout
-    )  # fmt: skip
+        "model=custom",
+        "model.target=test_hooks:Dropping",
+        "precision=fp32",
+        "train.steps=7",
+        "checkpoint.enabled=false",
+        *layout,
+    )
     plain = ranks.run(2, losses_and_weights, str(folder), str(folder / "plain"), words, ())
     hooks = [SampleText(every=2, tokens=9, temperature=0.7), Giving()]
     other = ranks.run(2, losses_and_weights, str(folder), str(folder / "hooked"), words, hooks)
@@ -384,7 +426,7 @@ def command(folder, monkeypatch):
 
 
 class FailingInside(SampleText):
-    """Rank 1 raises before a forward in which the other waits for it."""
+    """Rank 1 raises before a forward while the other rank waits for it in the forward."""
 
     def _next(self, *given):
         if dist.get_rank() == 1:
@@ -393,7 +435,7 @@ class FailingInside(SampleText):
 
 
 @pytest.mark.slow
-def test_a_failure_of_one_rank_inside_a_collective_is_told_once(command):
+def test_failure_inside_a_collective_is_reported_once(command):
     done = command("train.hooks=[{hook: 'test_hooks:FailingInside', every: 1}]")
     assert done.returncode == 1
     assert done.stderr.count("OSError: the disk of rank 1") == 1

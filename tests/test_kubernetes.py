@@ -1,4 +1,6 @@
-"""`tools/kubernetes/job.yaml`: its schema, and that what it says twice is the same. There is no cluster here."""
+"""`tools/kubernetes/job.yaml`: its schema and equal values for repeated settings. These tests need
+no cluster.
+"""
 
 from pathlib import Path
 

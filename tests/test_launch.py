@@ -1,4 +1,6 @@
-"""Launching without a cluster: restarts, what bounds them, sizes of a mesh whose nodes come and go, who listens where."""
+"""Launching without a cluster: restarts and their limits, sizes of a mesh with changing nodes,
+listening addresses.
+"""
 
 import contextlib
 import gc
@@ -55,10 +57,20 @@ from parallel2d.training.metrics import heartbeat
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
-    "data=text", f"data.path={LIBRARY}/json/*.py", "train.seq_len=16", "train.global_batch_size=8", "model.n_layers=1", "model.dim=32",
-    "model.hidden_dim=48", "train.validate_every=0", "metrics.console=silent", "metrics.tensorboard=false", "precision=fp64",
-    "scheduler=constant", "launch.nproc_per_node=2",
-)  # fmt: skip
+    "data=text",
+    f"data.path={LIBRARY}/json/*.py",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+    "precision=fp64",
+    "scheduler=constant",
+    "launch.nproc_per_node=2",
+)
 
 
 SLOWLY = """
@@ -71,7 +83,8 @@ class Slowly(Hook):
 """
 
 
-# Python runs it at the start of each process. It notes each call of the functions that parse, check and resolve.
+# Python runs it at the start of each process. It notes each call of the functions that parse,
+# check and resolve.
 COUNTING = """
 import importlib.machinery
 import os
@@ -119,7 +132,7 @@ def command(folder: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "parallel2d.train", *SMALL, *places, *words]
 
 
-def test_failures_in_a_row_are_bounded_and_forgiven_with_progress():
+def test_consecutive_failures_are_bounded_and_reset_by_progress():
     reached = iter([5, 5, 5, 5, 9, 9])
     restarts = Restarts(3, lambda: next(reached))
     assert [restarts.after_failure() for _ in range(3)] == [0.0, 1.0, 2.0]
@@ -143,8 +156,10 @@ def kill_server(process: subprocess.Popen[str], run_dir: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
 
 
-def test_what_was_killed_first_is_the_cause():
-    """Of ranks that lost a connection by it, and of those that the launcher has ended since."""
+def test_first_killed_worker_is_the_cause():
+    """The cause is not a rank that lost a connection because of it, nor a rank that the launcher
+    has ended since.
+    """
     server, killed, ended = (RankFailure(0, code, None) for code in (LOST, -9, -15))
     error = RankError("Connection closed by peer", 1.0, False, False)
     cut, own = (RankFailure(1, 1, replace(error, text=text)) for text in (error.text, "mine"))
@@ -156,10 +171,13 @@ def test_what_was_killed_first_is_the_cause():
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.parametrize(("launcher", "processes"), [
-    ((), {"none": 2}),  # the launcher, and the process that checks the job
-    pytest.param(TORCHRUN, {}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        ((), {"none": 2}),  # the launcher, and the process that checks the job
+        pytest.param(TORCHRUN, {}, marks=pytest.mark.slow),
+    ],
+)
 def test_each_process_parses_the_config_and_resolves_the_mesh_once(tmp_path, launcher, processes):
     (tmp_path / "sitecustomize.py").write_text(COUNTING)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -181,10 +199,19 @@ def test_each_process_parses_the_config_and_resolves_the_mesh_once(tmp_path, lau
 
 
 @pytest.mark.slow
-def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
-    """On one machine: SIGKILL of the server; from copies in memory the run ends with the losses and batches of one that nothing happened to.
-    Its sync method keeps state between steps: outer momentum, residuals, a fragment on its way."""
-    method = ["mesh.replicate=2", "sync=diloco", "sync.every=7", "sync.fragments=2", "sync.delay=3", "sync.wire=int4"]  # fmt: skip
+def test_killed_workers_restart_and_resume(tmp_path):
+    """On one machine: SIGKILL of the server; from copies in memory the run ends with the losses
+    and batches of one that nothing happened to. Its sync method keeps state between steps: outer
+    momentum, residuals, a fragment on its way.
+    """
+    method = [
+        "mesh.replicate=2",
+        "sync=diloco",
+        "sync.every=7",
+        "sync.fragments=2",
+        "sync.delay=3",
+        "sync.wire=int4",
+    ]
     words = command(tmp_path, "train.steps=80", *method)
     (tmp_path / "slowly.py").write_text(SLOWLY)
     copied = ["checkpoint.every=50", "checkpoint.memory_every=4", "launch.max_restarts=5"]
@@ -193,7 +220,10 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
     kill_server(process, tmp_path / "run")
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 0, errors
-    assert "exited with code 255, as ranks do when the process that forks them is ended. Restarting" in errors  # fmt: skip
+    assert (
+        "exited with code 255, as ranks do when the process that forks them is ended. Restarting"
+        in errors
+    )
 
     quietly = [*words, "checkpoint.enabled=false", f"hydra.run.dir={tmp_path}/quiet"]
     again = subprocess.run(quietly, cwd=tmp_path, capture_output=True, text=True)
@@ -201,11 +231,13 @@ def test_killed_workers_are_started_again_and_nothing_is_lost(tmp_path):
     disturbed, quiet = jobs.rows(tmp_path / "run"), jobs.rows(tmp_path / "quiet")
     assert [row["step"] for row in disturbed] == list(range(1, 81))
     for key in ("data/batch_hash", "loss"):
-        assert [row[key] for row in disturbed] == pytest.approx([row[key] for row in quiet], rel=1e-10, abs=0)  # fmt: skip
+        assert [row[key] for row in disturbed] == pytest.approx(
+            [row[key] for row in quiet], rel=1e-10, abs=0
+        )
 
 
 @pytest.mark.slow
-def test_a_broken_job_is_not_started_for_ever(tmp_path):
+def test_broken_job_is_restarted_a_bounded_number_of_times(tmp_path):
     """Its exception is shown once, with the logs of the other ranks."""
     (tmp_path / "broken.py").write_text(
         "import torch\nclass Broken(torch.nn.Linear):\n    def forward(self, x):\n"
@@ -225,7 +257,7 @@ def test_a_broken_job_is_not_started_for_ever(tmp_path):
     assert str(tmp_path / "run" / "logs") in done.stderr
 
 
-def test_node_ranges():
+def test_node_range_is_parsed():
     for nnodes, expected in ((1, (1, 1)), ("4", (4, 4)), ("2:4", (2, 4)), ("3:3", (3, 3))):
         assert LaunchConfig(nnodes=nnodes).node_range == expected
     for nnodes in ("0", "4:2", "x", "1:", ":2", "1:2:3", -3, 1.5):
@@ -250,7 +282,7 @@ def test_shard_groups_keep_their_size_when_nodes_leave():
         assert (found.replicate, found.shard, found.tensor) == expected
 
 
-def test_ranks_share_the_processors_and_each_has_a_thread(monkeypatch):
+def test_ranks_divide_the_processors_and_have_at_least_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     threads = [launcher._defaults(nproc, "lo")["OMP_NUM_THREADS"] for nproc in (1, 3, 9)]
@@ -270,7 +302,7 @@ def server(secret):
     server.close()
 
 
-def test_a_name_is_new_once_its_job_has_ended(server):
+def test_job_name_is_reusable_after_its_job_ended(server):
     settings = LaunchConfig(nnodes="1:2", rdzv_endpoint=server.address, job_id="mine")
     with pytest.raises(ConfigError, match="no other node reaches"):
         find_rendezvous(settings)
@@ -284,7 +316,9 @@ def test_a_name_is_new_once_its_job_has_ended(server):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once; ``wait_for(condition, *launchers)`` while these look."""
+    """``launcher(size)`` of a job that beats fast; ``join(*launchers)`` at once;
+    ``wait_for(condition, *launchers)`` while these look.
+    """
     monkeypatch.setattr(rounds, "_BEAT_S", 0.1)
     at, settings = (
         own_rendezvous(str(tmp_path)),
@@ -311,7 +345,7 @@ def job(tmp_path, monkeypatch):
         yield SimpleNamespace(launcher=launcher, join=join, wait_for=look, rendezvous=at)
 
 
-def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(job):
+def test_rendezvous_starts_at_max_nodes_or_last_call(job):
     gone = rounds.State(members=(rounds.Launcher("127.0.0.1", "gone", 1, 1, 1),))
     job.rendezvous.store.set("parallel2d/beat/parallel2d/gone", "7")  # and never another one
     job.rendezvous.store.set("parallel2d/round/parallel2d", json.dumps(gone))
@@ -331,7 +365,7 @@ def test_nodes_start_together_once_all_are_there_or_the_last_call_is_over(job):
             job.join(third)()
 
 
-def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(job):
+def test_rendezvous_round_waits_for_live_nodes_only(job):
     first, second, third = map(job.launcher, (1, 1, 1))
     job.join(first, second)()
     joined = job.join(first, third, call_s=0.0)
@@ -343,7 +377,7 @@ def test_a_round_waits_for_those_who_are_alive_and_begins_without_others(job):
     assert third.state.members == tuple(sorted((first.own, third.own)))
 
 
-def test_a_place_is_taken_and_who_had_it_sees_that(job):
+def test_node_rank_is_taken_over_and_the_previous_owner_notices(job):
     first, second, third = map(job.launcher, (2, 2, 2))
     job.join(first, second)()
     second.__exit__()
@@ -359,7 +393,7 @@ STORE = (sys.executable, "-m", "parallel2d.launch", "store", "--host", "127.0.0.
 
 @pytest.fixture
 def store_command(secret):
-    """The process of a store of its own, and its address."""
+    """The process of a separate store, and its address."""
     with subprocess.Popen([*STORE, "0"], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
@@ -371,7 +405,7 @@ def store_command(secret):
 
 @pytest.fixture
 def silent_store(store_command, secret, monkeypatch):
-    """A client of a store whose process has been stopped: it keeps its connections and never answers."""
+    """A client of a stopped store process: it keeps its connections and never answers."""
     process, address = store_command
     client = StoreClient(address, secret, timeout_s=60.0)
     client.set("before", "here")
@@ -381,12 +415,12 @@ def silent_store(store_command, secret, monkeypatch):
     threads = threading.enumerate()
     yield client
     process.kill()
-    # What they print is printed in this test.
+    # The output of the processes is printed in this test.
     for waiting in set(threading.enumerate()) - set(threads):
         waiting.join(10.0)
 
 
-def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, monkeypatch):
+def test_silent_store_does_not_block_launchers(silent_store, secret, tmp_path, monkeypatch):
     begin = time.monotonic()
     assert answered_within(0.2, lambda: silent_store.check(["before"]), "silence") == "silence"
     monkeypatch.setattr(heartbeat, "_PATIENCE_WITH_STORE_S", 0.2)
@@ -401,7 +435,7 @@ def test_a_store_that_is_silent_holds_nobody(silent_store, secret, tmp_path, mon
     assert time.monotonic() - begin < 30
 
 
-def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypatch):
+def test_aborted_stuck_rank_logs_its_stack(tmp_path, monkeypatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     position = [heartbeat.Position(3, 4, "all_reduce")]
@@ -419,7 +453,7 @@ def test_a_stuck_rank_that_is_aborted_leaves_the_explanation(tmp_path, monkeypat
         wait_for(lambda: not read_waiting(str(report)))
 
 
-def test_compiled_code_is_kept_in_a_folder_of_this_user(tmp_path, monkeypatch):
+def test_compile_cache_is_in_a_folder_of_the_user(tmp_path, monkeypatch):
     def parallelized():
         config = CompileConfig(name="block", backend="eager")
         compile_blocks([("0", torch.nn.Linear(2, 2))], config, None)
@@ -436,7 +470,7 @@ def test_compiled_code_is_kept_in_a_folder_of_this_user(tmp_path, monkeypatch):
         parallelized()
 
 
-def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkeypatch):
+def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     folder = Path(folders.folder_of(os.getpid(), str(tmp_path)))
     folder.parent.mkdir()
     folder.symlink_to(tmp_path)
@@ -457,7 +491,7 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
     with pytest.raises(PermissionError, match="belongs to user"):
         folders.make_own(str(folder))
     squatted = Path(folders.around(str(tmp_path)))
-    squatted.mkdir()  # of the user who runs this test, as that of another
+    squatted.mkdir()  # another user's folder, for the user of this test
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     with (
@@ -467,7 +501,7 @@ def test_a_folder_that_others_hold_is_neither_used_nor_believed(tmp_path, monkey
         pass
 
 
-def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monkeypatch):
+def test_only_launchers_that_restart_leave_a_record(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for variable in ("XDG_RUNTIME_DIR", AGENT, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
@@ -480,7 +514,7 @@ def test_only_what_starts_the_same_command_again_leaves_a_record(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_the_store_command_listens_where_it_is_told(store_command, server):
+def test_store_command_listens_on_the_given_address(store_command, server):
     process, address = store_command
     settings = LaunchConfig(nnodes="1", rdzv_endpoint=address)
     assert find_rendezvous(replace(settings, job_id="mine")).server is None
@@ -506,11 +540,17 @@ def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks():
     assert 0 < of_launcher <= 3 * ranks + 60
 
 
-@pytest.mark.parametrize(("raised", "said"), [
-    ("gloo/pair.cc:545] Read error: Connection reset by peer", "rank 1 lost the connection to another rank, which has ended: torchrun names it below\n"),
-    ("a fault of its own", "rank 1 failed first:\nTraceback"),
-])  # fmt: skip
-def test_a_rank_of_torchrun_that_lost_another_one_says_so_in_one_line(raised, said):
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "gloo/pair.cc:545] Read error: Connection reset by peer",
+            "rank 1 lost the connection to another rank, which has ended: torchrun names it below\n",
+        ),
+        ("a fault of its own", "rank 1 failed first:\nTraceback"),
+    ],
+)
+def test_torchrun_rank_reports_a_failed_peer_in_one_line(raised, said):
     program = f"""
 from parallel2d.base.topology import RankIdentity
 from parallel2d.launching import failures

@@ -1,4 +1,6 @@
-"""A checkpoint of a model of the ``transformers`` library becomes a folder that the library loads as it is, from any layout."""
+"""A checkpoint of a model of the ``transformers`` library becomes a folder that the library loads
+as it is, from any layout.
+"""
 
 import dataclasses
 import json
@@ -81,7 +83,7 @@ def configuration(folder):
     ("kind", "changes"),
     [*((kind, {}) for kind in MODELS), ("llama", {"tie_word_embeddings": True})],
 )
-def test_the_folder_holds_what_the_library_would_save(tmp_path, kind, changes):
+def test_export_has_the_files_of_save_pretrained(tmp_path, kind, changes):
     model, checkpoint = drawn_and_saved(tmp_path / "run", kind, {**MODELS[kind], **changes})
     assert convert(checkpoint, tmp_path / "out") == 0
     model.save_pretrained(tmp_path / "theirs")
@@ -112,11 +114,14 @@ def words(texts):
 CORPUS = [f"one plus {number} is more than {number}" for number in ("two", "three", "four")]
 
 
-@pytest.mark.parametrize(("kind", "layout"), [
-    ("llama", ["strategy=zero3", "mesh.tensor=2"]),
-    ("mixtral", ["strategy=hybrid_full"]),
-])  # fmt: skip
-def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(ranks, tmp_path, kind, layout):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("llama", ["strategy=zero3", "mesh.tensor=2"]),
+        ("mixtral", ["strategy=hybrid_full"]),
+    ],
+)
+def test_export_of_any_layout_loads_with_its_tokenizer(ranks, tmp_path, kind, layout):
     from transformers import AutoTokenizer
 
     arguments = {**MODELS[kind], "tie_word_embeddings": kind == "llama"}
@@ -129,7 +134,7 @@ def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(ranks, tmp_pat
     given += [f"data.tokenizer={tokenizer}", "data.end_token=EOS", "data.validation_fraction=0"]
     ranks.run(4, jobs.run, str(tmp_path), str(run), given, 2)
     assert convert(run, tmp_path / "out") == 0
-    # What was trained, read without any of the conversion.
+    # The trained weights, read without the conversion code.
     assert main(["convert", str(run), str(tmp_path / "plain.pt")]) == 0
     base.load_state_dict(torch.load(tmp_path / "plain.pt", weights_only=True))
     found = loaded(tmp_path / "out", kind)
@@ -142,7 +147,7 @@ def test_a_trained_run_of_any_layout_is_loaded_with_its_tokenizer(ranks, tmp_pat
     assert tokenizer.eos_token == "EOS"
 
 
-def test_files_beside_the_weights_of_the_folder_come_along(tmp_path):
+def test_export_copies_other_files_of_the_model_folder(tmp_path):
     from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
     base = tmp_path / "base"
@@ -168,7 +173,7 @@ def test_files_beside_the_weights_of_the_folder_come_along(tmp_path):
     assert not list((tmp_path / "out").glob("*.py"))
 
 
-def test_the_tokenizer_that_the_run_read_goes_along(tmp_path):
+def test_export_copies_the_tokenizer_of_the_run(tmp_path):
     from transformers import AutoTokenizer
 
     base, own = tmp_path / "base", tmp_path / "own.json"
@@ -188,7 +193,7 @@ def test_the_tokenizer_that_the_run_read_goes_along(tmp_path):
     assert ids == words(CORPUS).encode(CORPUS[2]).ids
 
 
-def test_a_folder_that_was_moved_is_named(tmp_path, capsys):
+def test_missing_model_folder_is_named(tmp_path, capsys):
     model = drawn(architecture="gpt2", arguments=MODELS["gpt2"])
     model.save_pretrained(tmp_path / "base")
     checkpoint = save(tmp_path / "run", model, path=str(tmp_path / "base"))
@@ -201,13 +206,22 @@ def test_a_folder_that_was_moved_is_named(tmp_path, capsys):
 
 HOSTILE = [
     ({"arguments": {"attn_implementation": "someone/kernel"}}, "stands for code, files or parts"),
-    ({"arguments": {"text_config": {"_attn_implementation": "a/b"}}}, "stands for code, files or parts"),
-    ({"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "stands for code, files or parts"),
+    (
+        {"arguments": {"text_config": {"_attn_implementation": "a/b"}}},
+        "stands for code, files or parts",
+    ),
+    (
+        {"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}},
+        "stands for code, files or parts",
+    ),
     ({"arguments": {"num_hidden_layers": 10**9}}, "is more than 10,000 layers"),
     ({"arguments": {"num_labels": 10**9}}, "num_labels=1000000000 is more than"),
     ({"arguments": {"no_such_key": 1}}, "LlamaConfig has no no_such_key"),
     ({"arguments": {"hidden_size": "wide"}}, "the checkpoint's model: "),
-    ({"arguments": {"num_hidden_layers": 1}}, "the weights do not fit LlamaForCausalLM: model.layers.1"),
+    (
+        {"arguments": {"num_hidden_layers": 1}},
+        "the weights do not fit LlamaForCausalLM: model.layers.1",
+    ),
     ({"arguments": {**MODELS["llama"], "vocab_size": 32}}, "is [31, 16], the model's is [32, 16]"),
     ({"arguments": [1]}, "the checkpoint's model: TypeError"),
     ({"architecture": "someone/model"}, "has no architecture 'someone/model'"),
@@ -216,10 +230,10 @@ HOSTILE = [
     ({"path": "someone/model"}, "which does not exist here"),
     ({"architecture": "timm_wrapper", "arguments": {}}, "model_type=timm_wrapper stands for code"),
     ({"arguments": {"backbone": "resnet50"}}, "backbone=resnet50 stands for code"),
-]  # fmt: skip
+]
 
 
-def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys):
+def test_invalid_model_settings_give_one_message(tmp_path, capsys):
     _, checkpoint = drawn_and_saved(tmp_path / "run", "llama")
     manifest = Path(checkpoint) / "manifest.json"
     original = manifest.read_bytes()
@@ -235,7 +249,7 @@ def test_settings_that_describe_no_model_are_one_message(tmp_path, capsys):
         assert not (tmp_path / "out").exists()
 
 
-def test_code_of_a_folder_is_not_run(tmp_path, capsys):
+def test_code_in_a_model_folder_is_not_run(tmp_path, capsys):
     model = drawn(architecture="llama", arguments=MODELS["llama"])
     base = tmp_path / "base"
     model.save_pretrained(base)
@@ -254,7 +268,7 @@ def test_code_of_a_folder_is_not_run(tmp_path, capsys):
     assert not marker.exists()
 
 
-def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
+def test_invalid_tokenizer_is_not_copied(tmp_path, capsys):
     secret = tmp_path / "secret.json"
     secret.write_text('{"password": "x"}')
     _, checkpoint = drawn_and_saved(tmp_path / "run", "gpt2")
@@ -263,7 +277,7 @@ def test_a_tokenizer_that_is_none_is_not_copied(tmp_path, capsys):
     assert "is no tokenizer.json" in capsys.readouterr().err
 
 
-def test_peak_memory_is_that_of_one_file(tmp_path):
+def test_export_peak_memory_is_one_file(tmp_path):
     small = {**MODELS["mixtral"], "num_hidden_layers": 2}
     large = {**small, "num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
     _, warm = drawn_and_saved(tmp_path / "small", "mixtral", small)

@@ -1,4 +1,6 @@
-"""The model itself: who sees whom, what a rotation preserves, how many parameters each configuration has."""
+"""The model: attention masks, invariants of the rotation, and the number of parameters of each
+configuration.
+"""
 
 import jobs
 import pytest
@@ -18,7 +20,7 @@ def model():
     return training.build_llama(n_layers=2).double()
 
 
-def test_a_token_sees_only_what_came_before(model):
+def test_token_attends_only_to_earlier_tokens(model):
     tokens = torch.randint(0, training.VOCAB, (1, 12))
     changed = tokens.clone()
     changed[0, 7] = (changed[0, 7] + 1) % training.VOCAB
@@ -27,7 +29,7 @@ def test_a_token_sees_only_what_came_before(model):
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_with_document_ids_a_token_sees_only_its_own_document(model):
+def test_token_attends_only_to_its_document(model):
     first, second = torch.randint(0, training.VOCAB, (2, 6))
     packed = torch.cat([first, second])[None]
     ids = torch.tensor([[0] * 6 + [1] * 6])
@@ -38,9 +40,15 @@ def test_with_document_ids_a_token_sees_only_its_own_document(model):
     assert torch.allclose(logits[:, :6], model(first[None]), atol=1e-12)
 
 
-@pytest.mark.parametrize(("device", "dtype", "masked", "heads"), [
-    ("cuda", torch.bfloat16, False, 2), ("cuda", torch.float32, False, 8), ("cuda", torch.bfloat16, True, 8), ("cpu", torch.float32, True, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "heads"),
+    [
+        ("cuda", torch.bfloat16, False, 2),
+        ("cuda", torch.float32, False, 8),
+        ("cuda", torch.bfloat16, True, 8),
+        ("cpu", torch.float32, True, 2),
+    ],
+)
 def test_keys_are_repeated_where_no_fused_kernel_takes_fewer_heads(
     monkeypatch, device, dtype, masked, heads
 ):
@@ -68,10 +76,18 @@ def test_rotation_preserves_length_and_depends_on_distance_only():
     assert scores[5, 2].item() == pytest.approx(scores[25, 22].item(), abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [
-    ("debug", 820_352), ("15m", 15_191_712), ("160m", 162_417_408), ("1b", 1_235_814_400), ("8b", 8_030_261_248),
-    ("70b", 70_553_706_496), ("405b", 405_853_388_800),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("debug", 820_352),
+        ("15m", 15_191_712),
+        ("160m", 162_417_408),
+        ("1b", 1_235_814_400),
+        ("8b", 8_030_261_248),
+        ("70b", 70_553_706_496),
+        ("405b", 405_853_388_800),
+    ],
+)
 def test_configurations_have_the_published_sizes(name, parameters):
     module = build_model(jobs.config_of([f"model=llama_{name}"]).model).module
     assert sum(p.numel() for p in module.parameters()) == parameters
@@ -85,15 +101,18 @@ def test_heads_that_do_not_divide_are_an_error(model):
 
 
 @pytest.mark.slow
-def test_masked_documents_train_alike_on_every_layout(ranks, tmp_path):
+def test_masked_documents_have_equal_losses_on_every_layout(ranks, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(
         "".join(f'{{"text": "{i} squared is {i * i}"}}\n' for i in range(4000))
     )
     losses = []
     for world, words in ((1, ()), (4, ("mesh.tensor=2",))):
         words = (
-            *words, "data.path=corpus.jsonl", "data.intra_document_masking=true", "checkpoint.enabled=false",
-        )  # fmt: skip
+            *words,
+            "data.path=corpus.jsonl",
+            "data.intra_document_masking=true",
+            "checkpoint.enabled=false",
+        )
         ranks.run(world, jobs.run, str(tmp_path), str(tmp_path / f"run{world}"), words, 4)
         losses.append([row["loss"] for row in jobs.rows(tmp_path / f"run{world}")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-10, abs=0)

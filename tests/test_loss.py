@@ -1,4 +1,6 @@
-"""The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens, however they fall."""
+"""The loss against torch's own, whole and split over the vocabulary; the mean over valid tokens,
+however they fall.
+"""
 
 import pytest
 import torch
@@ -74,7 +76,9 @@ def test_only_one_chunk_is_held_in_full_precision():
 
 
 def test_chunks_on_a_gpu_are_few():
-    """A micro-batch of 16,384 tokens and a vocabulary of 128,256: each chunk costs about 16 kernel launches."""
+    """A micro-batch of 16,384 tokens and a vocabulary of 128,256: each chunk costs about 16 kernel
+    launches.
+    """
     rows = chunk_elements("cuda") // 128_256
     assert -(-16_384 // rows) <= 16
     assert chunk_elements("cpu") == 2**22
@@ -96,7 +100,7 @@ def _split_vocabulary(vocab):
 
 
 @pytest.mark.parametrize("vocab", [10, 11])
-def test_a_split_vocabulary_gives_the_same(ranks, vocab):
+def test_vocabulary_parallel_loss_equals_cross_entropy(ranks, vocab):
     for value, gradient in ranks.run(2, _split_vocabulary, vocab):
         assert abs(value) < 1e-10
         assert gradient < 1e-12

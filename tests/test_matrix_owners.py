@@ -1,4 +1,6 @@
-"""Muon's matrices: each is worked on by one rank, the work is divided evenly, and updates are those of one process on any layout."""
+"""Muon's matrices: each matrix is updated by one rank, the work is divided evenly, and updates
+equal one process on any layout.
+"""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +30,7 @@ from parallel2d.training.optimizer.matrix_owners import MatrixOwners
 
 STEPS = 2
 SAMPLES = 12
-# Two tensor ranks divide it, two shard ranks do not divide what these have.
+# Two tensor ranks divide it; two shard ranks do not divide these matrices.
 TENSOR_INNER = 6
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 # Ranks, mesh, strategy, limits of a round and of a batch in bytes
@@ -48,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, int | None]] = {
 }
 
 
-def odd_model(layout: str = "") -> nn.Module:
+def unusual_model(layout: str = "") -> nn.Module:
     """Odd shapes, a frozen block, a tied embedding, a matrix of one row."""
     torch.manual_seed(0)
     inner = TENSOR_INNER if "tensor" in layout else 7
@@ -71,7 +73,7 @@ def samples(step: int) -> torch.Tensor:
 
 def expected_weights(layout: str = "", part: slice = slice(None)) -> dict[str, Any]:
     """Trained by torch's own Muon and AdamW on one process."""
-    model = odd_model(layout)
+    model = unusual_model(layout)
     optimizers = plain_optimizers(model, OPTIMIZERS["muon"])
     for step in range(STEPS):
         model(samples(step)[part]).square().mean().backward()
@@ -87,7 +89,7 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
     mesh = build_mesh(MeshSpec(**sizes), strategy)
     config = ParallelConfig(strategy, precision="fp64", sync=sync or SyncConfig())
     plan = PLAN if mesh_shape(mesh).tensor > 1 else None
-    model = parallelize(odd_model(layout), mesh, config, tensor_plan=plan)
+    model = parallelize(unusual_model(layout), mesh, config, tensor_plan=plan)
     optimizer = build_optimizer(model, OPTIMIZERS["muon"])
     iterated = []
 
@@ -111,31 +113,35 @@ def train(layout: str, sync: SyncConfig | None = None) -> tuple[dict[str, Any], 
 def trained_matrices(layout: str = "") -> list[tuple]:
     return [
         tuple(parameter.shape)
-        for name, parameter in odd_model(layout).named_parameters()
+        for name, parameter in unusual_model(layout).named_parameters()
         if name.startswith("blocks.") and parameter.ndim == 2 and parameter.requires_grad
     ]
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each for each in LAYOUTS
-])  # fmt: skip
-def test_each_replica_iterates_once_and_updates_are_those_of_one_process(ranks, layout):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each in ("ddp", "zero3", "tensor") else each
+        for each in LAYOUTS
+    ],
+)
+def test_each_matrix_is_updated_on_one_replica_with_updates_of_one_process(ranks, layout):
     count, sizes, strategy, _ = LAYOUTS[layout]
     found = ranks.run(count, train, layout)
     expected = expected_weights(layout)
     for weights, _ in found:
         assert largest_difference(weights, expected) <= 1e-10
-    # Those of hybrid_full divide the work.
+    # Ranks of hybrid_full divide the work.
     together = count if strategy == "hybrid_full" else count // sizes.get("replicate", 1)
     for first in range(0, count, together):
         of_replica = [iterated for _, iterated in found[first : first + together]]
         iterated = list(itertools.chain.from_iterable(of_replica))
         assert sorted(iterated) == sorted(trained_matrices(layout) * STEPS)
-        # Nobody is without work while there are matrices.
+        # Every rank has work while matrices remain.
         assert sum(map(bool, of_replica)) == min(together, len(trained_matrices(layout)))
 
 
-def test_replicas_that_differ_own_their_matrices_alone(ranks):
+def test_unequal_replicas_update_all_their_matrices(ranks):
     found = ranks.run(4, train, "hybrid", SyncConfig("diloco", every=100))
     for replica, part in enumerate((slice(0, 6), slice(6, 12))):
         expected = expected_weights(part=part)
@@ -171,7 +177,7 @@ def test_owners_are_the_same_on_all_ranks_and_have_equal_work(ranks):
             flops = muon.iteration_flops(torch.Size(shape), 5)
             work[owner] = work.get(owner, 0.0) + flops
             in_round[owner] = in_round.get(owner, 0) + 2 * shape[0] * shape[1]
-        # A matrix of 86 MiB is in a round of its own.
+        # A matrix of 86 MiB has a separate round.
         assert max(in_round.values()) <= max(matrix_owners.ROUND_BYTES, 2 * 11008 * 4096)
     assert len(work) == 4
     assert max(work.values()) <= 1.1 * sum(work.values()) / 4
@@ -180,8 +186,8 @@ def test_owners_are_the_same_on_all_ranks_and_have_equal_work(ranks):
 def misbuilt() -> None:
     first = build_mesh(MeshSpec(shard=2), "zero3")
     second = build_mesh(MeshSpec(replicate=2), "ddp")
-    one = parallelize(odd_model(), first, ParallelConfig("zero3", precision="fp64"))
-    other = parallelize(odd_model(), second, ParallelConfig("ddp", precision="fp64"))
+    one = parallelize(unusual_model(), first, ParallelConfig("zero3", precision="fp64"))
+    other = parallelize(unusual_model(), second, ParallelConfig("ddp", precision="fp64"))
     groups = [{"pattern": "*.up.weight", "algorithm": "muon"}]
     with pytest.raises(ConfigError, match="on one mesh"):
         build_optimizer(nn.ModuleList([one, other]), replace(OPTIMIZERS["muon"], groups=groups))

@@ -1,4 +1,6 @@
-"""Axis sizes, placement on hosts, refusals. No process group is needed for any of it, and one test proves it on real ranks."""
+"""Axis sizes, placement on hosts, refusals. No process group is needed for any of it, and one test
+proves it on real ranks.
+"""
 
 import pytest
 import torch
@@ -15,24 +17,27 @@ def resolve(strategy="hybrid", hosts=(4,), **sizes):
     return (shape.replicate, shape.shard, shape.tensor), shape, topology
 
 
-@pytest.mark.parametrize(("strategy", "hosts", "sizes", "expected"), [
-    ("ddp", (4,), {}, (4, 1, 1)),
-    ("ddp", (4,), {"tensor": 2}, (2, 1, 2)),
-    ("zero2", (4, 4), {}, (1, 8, 1)),
-    ("zero3", (4, 4), {"tensor": 4}, (1, 2, 4)),
-    ("hybrid", (8, 8, 8), {}, (3, 8, 1)),
-    ("hybrid", (8, 8), {"tensor": 2}, (2, 4, 2)),
-    ("hybrid", (8, 8), {"replicate": 4}, (4, 4, 1)),
-    ("hybrid", (8, 8), {"shard": 2}, (8, 2, 1)),
-    ("hybrid", (4, 2), {}, (3, 2, 1)),
-    ("hybrid", (1, 1), {}, (2, 1, 1)),
-    ("hybrid", (1,), {}, (1, 1, 1)),
-    ("hybrid", (2,), {}, (1, 2, 1)),
-    ("hybrid", (7,), {}, (1, 7, 1)),
-    ("hybrid", (8,), {}, (2, 4, 1)),
-    ("hybrid_zero2", (6,), {}, (2, 3, 1)),
-    ("hybrid", (9,), {}, (3, 3, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "sizes", "expected"),
+    [
+        ("ddp", (4,), {}, (4, 1, 1)),
+        ("ddp", (4,), {"tensor": 2}, (2, 1, 2)),
+        ("zero2", (4, 4), {}, (1, 8, 1)),
+        ("zero3", (4, 4), {"tensor": 4}, (1, 2, 4)),
+        ("hybrid", (8, 8, 8), {}, (3, 8, 1)),
+        ("hybrid", (8, 8), {"tensor": 2}, (2, 4, 2)),
+        ("hybrid", (8, 8), {"replicate": 4}, (4, 4, 1)),
+        ("hybrid", (8, 8), {"shard": 2}, (8, 2, 1)),
+        ("hybrid", (4, 2), {}, (3, 2, 1)),
+        ("hybrid", (1, 1), {}, (2, 1, 1)),
+        ("hybrid", (1,), {}, (1, 1, 1)),
+        ("hybrid", (2,), {}, (1, 2, 1)),
+        ("hybrid", (7,), {}, (1, 7, 1)),
+        ("hybrid", (8,), {}, (2, 4, 1)),
+        ("hybrid_zero2", (6,), {}, (2, 3, 1)),
+        ("hybrid", (9,), {}, (3, 3, 1)),
+    ],
+)
 def test_sizes_follow_from_strategy_and_topology(strategy, hosts, sizes, expected):
     assert resolve(strategy, hosts, **sizes)[0] == expected
 
@@ -45,26 +50,34 @@ def test_auto_fills_every_world(strategy, world):
     assert sorted(shape.place(topology).flatten().tolist()) == list(range(world))
 
 
-def test_a_single_host_says_how_it_was_split():
+def test_single_host_split_is_logged():
     assert "2 replicas of 2" in resolve()[1].notes[0]
     assert "single replica" in resolve(hosts=(3,))[1].notes[0]
     assert resolve(hosts=(4, 4))[1].notes == ()
 
 
-@pytest.mark.parametrize(("strategy", "hosts", "sizes", "words"), [
-    ("hybrid", (4,), {"tensor": 3}, ["mesh.tensor=3", "4 ranks", "1, 2 or 4"]),
-    ("hybrid", (4,), {"shard": 3}, ["mesh.shard=3", "must be 4", "2 x 2"]),
-    ("hybrid", (4,), {"replicate": 3}, ["mesh.replicate=3", "must be 4", "2 x 2"]),
-    ("zero2", (4,), {"replicate": 4}, ["strategy=zero2", "hybrid_zero2"]),
-    ("hybrid", (8,), {"replicate": 2, "shard": 2}, ["mesh.replicate=2", "mesh.shard=2", "must be 8", "2 x 4"]),
-    ("hybrid", (4,), {"shard": 0}, ["mesh.shard=0", "at least 1"]),
-    ("hybrid", (4,), {"shard": "two"}, ["mesh.shard=two", "auto"]),
-    ("ddp", (4,), {"shard": 2}, ["strategy=ddp", "mesh.shard=2", "hybrid_zero2"]),
-    ("zero3", (4,), {"replicate": 2}, ["strategy=zero3", "mesh.replicate=2", "hybrid"]),
-    ("ddp", (4,), {"replicate": 2}, ["must be 4"]),
-    ("hybrid", (3, 3), {"tensor": 2}, ["mesh.tensor=2", "every host"]),
-])  # fmt: skip
-def test_impossible_sizes_are_one_error_that_lists_what_is_possible(strategy, hosts, sizes, words):
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "sizes", "words"),
+    [
+        ("hybrid", (4,), {"tensor": 3}, ["mesh.tensor=3", "4 ranks", "1, 2 or 4"]),
+        ("hybrid", (4,), {"shard": 3}, ["mesh.shard=3", "must be 4", "2 x 2"]),
+        ("hybrid", (4,), {"replicate": 3}, ["mesh.replicate=3", "must be 4", "2 x 2"]),
+        ("zero2", (4,), {"replicate": 4}, ["strategy=zero2", "hybrid_zero2"]),
+        (
+            "hybrid",
+            (8,),
+            {"replicate": 2, "shard": 2},
+            ["mesh.replicate=2", "mesh.shard=2", "must be 8", "2 x 4"],
+        ),
+        ("hybrid", (4,), {"shard": 0}, ["mesh.shard=0", "at least 1"]),
+        ("hybrid", (4,), {"shard": "two"}, ["mesh.shard=two", "auto"]),
+        ("ddp", (4,), {"shard": 2}, ["strategy=ddp", "mesh.shard=2", "hybrid_zero2"]),
+        ("zero3", (4,), {"replicate": 2}, ["strategy=zero3", "mesh.replicate=2", "hybrid"]),
+        ("ddp", (4,), {"replicate": 2}, ["must be 4"]),
+        ("hybrid", (3, 3), {"tensor": 2}, ["mesh.tensor=2", "every host"]),
+    ],
+)
+def test_impossible_mesh_sizes_give_one_error_with_possible_sizes(strategy, hosts, sizes, words):
     with pytest.raises(ConfigError) as error:
         resolve(strategy, hosts, **sizes)
     assert all(word in str(error.value) for word in words), error.value
@@ -90,7 +103,7 @@ def test_a_transposed_mesh_is_refused_with_the_numbers():
         check_placement(torch.tensor([[[[0, 2]]], [[[1, 3]]]]), topology, False)
 
 
-def test_a_shard_group_larger_than_a_host_is_said_and_one_that_straddles_is_refused():
+def test_shard_group_across_hosts_is_logged_and_straddling_is_refused():
     _, shape, topology = resolve("zero3", (2, 2))
     assert "uses the slow link" in check_placement(shape.place(topology), topology, False)[0]
 
@@ -99,7 +112,7 @@ def test_a_shard_group_larger_than_a_host_is_said_and_one_that_straddles_is_refu
         check_placement(shape.place(topology), topology, False)
 
 
-def test_picture_shows_which_rank_sits_where():
+def test_mesh_picture_shows_the_position_of_each_rank():
     _, shape, topology = resolve("hybrid", (4, 4), tensor=2)
     assert draw_mesh(shape.place(topology), topology).splitlines() == [
         "  replica 0  [(0 1) (2 3)]  on host0",

@@ -28,8 +28,13 @@ from parallel2d.training.metrics.recorder import Deviation
 from tools.cluster import Cluster, why_not
 
 LLAMA = {
-    "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 256, "vocab_size": 512,
-}  # fmt: skip
+    "dim": 128,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "hidden_dim": 256,
+    "vocab_size": 512,
+}
 SEQUENCES, TOKENS = 4, 32
 NO_CLUSTER = why_not()
 
@@ -84,7 +89,7 @@ def measure(
     finally:
         meter.remove()
     if shape.tensor > 1:
-        # Latencies alone depend on it. With bf16 an eighth too many are predicted.
+        # Only latencies depend on it. With bf16 an eighth too many are predicted.
         passes = meter.ring_passes_over("tensor")
         assert 0 < passes <= predicted_passes <= 1.125 * passes
     dist.all_reduce(sums)
@@ -104,8 +109,11 @@ def build_tied_llama(tensor: int) -> tuple[Any, Any, Any]:
     """Tied, as the plan's words split it; every norm works on slices of the sequence."""
     model = training.build_llama(**LLAMA, tie_embeddings=True)
     words = {
-        "layers.*.w[qkv13]": "colwise", "layers.*.w[o2]": "rowwise", "output": "colwise_gather_output", "*norm": "sequence",
-    }  # fmt: skip
+        "layers.*.w[qkv13]": "colwise",
+        "layers.*.w[o2]": "rowwise",
+        "output": "colwise_gather_output",
+        "*norm": "sequence",
+    }
     return model, model.init_weights, words
 
 
@@ -113,9 +121,13 @@ def build_hugging_face_llama(_tensor: int) -> tuple[Any, Any, Any]:
     from parallel2d.models import huggingface
 
     sizes = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "vocab_size": 512,
-    }  # fmt: skip
+    }
     model = huggingface.build(None, "llama", sizes, "causal_lm")
     return model, None, huggingface.tensor_words(model)
 
@@ -138,7 +150,8 @@ SELDOM = {
     "context_tensor": ({"context": 2, "tensor": 2}, {"strategy": "zero3", "activation_checkpointing": "full"}, 2),
     # groups of several modules
     "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}, 2),
-    # Recomputation would otherwise gather in its forwards what backward has done with.
+    # Otherwise recomputation would all-gather in its forwards after backward has freed the
+    # parameters.
     "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
     "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}, 2),
@@ -151,7 +164,7 @@ SELDOM = {
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
 )
-def test_measured_bytes_are_those_of_the_formula(ranks, layout):
+def test_measured_bytes_equal_the_formula(ranks, layout):
     result = ranks.run(4, measure, *{**LAYOUTS, **SELDOM}[layout])[0]
     measured = result["measured"]
     # Blocks are dealt out to four replicas: each form in a bucket has up to three empty ones.
@@ -169,13 +182,24 @@ SLOW = [pytest.mark.slow]
 TENSOR_CASES = {
     "bf16_none": ([], {"precision": "bf16", "accumulation": 2, "mode": "none"}),
     "tied": ([], {"build": build_tied_llama, "accumulation": 2}),
-    "tied_full": (SLOW, {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2}),
-    "fp32_norms": (SLOW, {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])}),
+    "tied_full": (
+        SLOW,
+        {"build": build_tied_llama, "activation_checkpointing": "full", "accumulation": 2},
+    ),
+    "fp32_norms": (
+        SLOW,
+        {"precision": PrecisionConfig("mixed", param="bf16", fp32_modules=["RMSNorm"])},
+    ),
     "hugging_face_bf16_full": (
         [pytest.mark.extras("transformers")],
-        {"build": build_hugging_face_llama, "activation_checkpointing": "full", "precision": "bf16", "accumulation": 2},
+        {
+            "build": build_hugging_face_llama,
+            "activation_checkpointing": "full",
+            "precision": "bf16",
+            "accumulation": 2,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -202,8 +226,8 @@ def public_attributes() -> list[dict[str, int]]:
     ]
 
 
-def leave_torch_alone() -> list[bool]:
-    """Whether torch is the same while a meter is installed, and after it."""
+def keep_torch_unchanged() -> list[bool]:
+    """True if torch is unchanged while a meter is installed and after it."""
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(), "zero3")
     before = public_attributes()
     meter = CommunicationMeter(mesh).install()
@@ -214,7 +238,7 @@ def leave_torch_alone() -> list[bool]:
 
 
 def test_meter_replaces_no_attribute_of_torch(ranks):
-    assert ranks.run(2, leave_torch_alone) == [[True, True]] * 2
+    assert ranks.run(2, keep_torch_unchanged) == [[True, True]] * 2
 
 
 def count_by_group() -> None:
@@ -249,12 +273,20 @@ def test_meter_counts_axis_groups_without_control_traffic(ranks):
     ranks.run(2, count_by_group)
 
 
-# Ways to wait for an all-reduce, by the axis over which it runs
+# Ways to wait for an all-reduce, by its axis
 WAYS = {
     "synchronous": ("shard", lambda tensor, group: dist.all_reduce(tensor, group=group)),
-    "asynchronous": ("shard", lambda tensor, group: metering.wait(dist.all_reduce(tensor, group=group, async_op=True), group)),
-    "functional": ("tensor", lambda tensor, group: functional.all_reduce(tensor, "sum", group).sum()),
-}  # fmt: skip
+    "asynchronous": (
+        "shard",
+        lambda tensor, group: metering.wait(
+            dist.all_reduce(tensor, group=group, async_op=True), group
+        ),
+    ),
+    "functional": (
+        "tensor",
+        lambda tensor, group: functional.all_reduce(tensor, "sum", group).sum(),
+    ),
+}
 
 
 def wait_for_a_late_rank(way: str) -> list[float]:
@@ -274,14 +306,14 @@ def wait_for_a_late_rank(way: str) -> list[float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_on_cpu_exposed_seconds_are_those_for_which_the_thread_was_blocked(ranks, way):
+def test_exposed_seconds_on_cpu_are_the_blocked_time_of_the_thread(ranks, way):
     (calls, seconds, exposed), (_, late, _) = ranks.run(2, wait_for_a_late_rank, way)
     assert calls == 1
     assert seconds == exposed > 0.25
     assert late < seconds
 
 
-def test_an_axis_that_deviates_is_named_once():
+def test_deviating_axis_is_logged_once():
     deviation = Deviation({f"comm/{axis}/bytes": 1e6 for axis in ("replicate", "shard")})
     assert deviation.check({"comm/replicate/bytes": 1.049e6, "comm/shard/bytes": 0.951e6}) == []
     (said,) = deviation.check({"comm/replicate/bytes": 1e6, "comm/shard/bytes": 2e6})
@@ -295,16 +327,26 @@ def test_an_axis_that_deviates_is_named_once():
 
 # A job on two nodes: pairs inside a node use its loopback, all others the link.
 JOB = (
-    "model.n_layers=4", "model.dim=256", "model.hidden_dim=704", "precision=fp32", "train.seq_len=64", "checkpoint.enabled=false",
-)  # fmt: skip
+    "model.n_layers=4",
+    "model.dim=256",
+    "model.hidden_dim=704",
+    "precision=fp32",
+    "train.seq_len=64",
+    "checkpoint.enabled=false",
+)
 
 
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
 @pytest.mark.parametrize(
     ("words", "inside", "between"),
-    [pytest.param(["strategy=hybrid"], "shard", "replicate", marks=pytest.mark.slow), pytest.param(["strategy=zero3", "mesh.tensor=2"], "tensor", "shard", marks=pytest.mark.soak)],
-)  # fmt: skip
-def test_bytes_per_axis_are_those_that_the_kernel_counts(folder, words, inside, between):
+    [
+        pytest.param(["strategy=hybrid"], "shard", "replicate", marks=pytest.mark.slow),
+        pytest.param(
+            ["strategy=zero3", "mesh.tensor=2"], "tensor", "shard", marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_bytes_per_axis_equal_kernel_counters(folder, words, inside, between):
     with Cluster(2, ranks=2) as cluster:
         words = [*jobs.SMALL, *JOB, *words, f"hydra.run.dir={folder}/run"]
         cluster.run(["-m", "parallel2d.train", *words], cwd=folder).check(timeout=150)

@@ -73,8 +73,11 @@ def chromium():
 @pytest.mark.extras
 def test_a_sweep_shows_no_empty_panel_and_every_run_in_the_table(chromium, folder):  # noqa: F811
     words = (
-        "strategy=zero3,hybrid", "launch.nproc_per_node=4", "metrics.console=silent", "hydra.sweep.dir=sweep",
-    )  # fmt: skip
+        "strategy=zero3,hybrid",
+        "launch.nproc_per_node=4",
+        "metrics.console=silent",
+        "hydra.sweep.dir=sweep",
+    )
     done = execute(folder, "-m", *SMALL, *words)
     assert done.returncode == 0, done.stderr
     charts = [name for group in (*LAYOUT.values(), BETWEEN_REPLICAS) for name in group]

@@ -1,4 +1,4 @@
-"""What is said when memory runs out, from the errors that torch and numpy raise for it."""
+"""Messages of an out-of-memory error, from the errors that torch and numpy raise for it."""
 
 import numpy
 import pytest
@@ -20,24 +20,27 @@ def out_of_gpu_memory():
     raise torch.OutOfMemoryError(CUDA)
 
 
-@pytest.mark.parametrize(("fail", "of_host"), [
-    (lambda: torch.empty(2**60, dtype=torch.uint8), True),
-    (lambda: numpy.empty(2**58, dtype=numpy.uint8), True),
-    (lambda: bytearray(2**60), True),
-    (out_of_gpu_memory, False),
-])  # fmt: skip
-def test_the_message_names_rank_and_host_and_what_to_change(tmp_path, fail, of_host):
+@pytest.mark.parametrize(
+    ("fail", "of_host"),
+    [
+        (lambda: torch.empty(2**60, dtype=torch.uint8), True),
+        (lambda: numpy.empty(2**58, dtype=numpy.uint8), True),
+        (lambda: bytearray(2**60), True),
+        (out_of_gpu_memory, False),
+    ],
+)
+def test_out_of_memory_message_names_rank_host_and_keys(tmp_path, fail, of_host):
     (said,) = notes_of(tmp_path, fail)
     assert said.startswith("rank 3 on node-b ran out of memory; ")
     assert ("GiB were free" in said) == of_host
     assert "a smaller train.micro_batch_size, activation_checkpointing=full" in said
 
 
-def test_other_errors_are_left_as_they_are(tmp_path):
+def test_other_errors_are_unchanged(tmp_path):
     assert notes_of(tmp_path, lambda: torch.ones(2) @ torch.ones(3)) == []
 
 
-def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch):
+def test_failed_memory_snapshot_keeps_the_original_error(tmp_path, monkeypatch):
     def fail(path):
         raise OSError("disk full")
 

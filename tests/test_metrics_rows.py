@@ -1,4 +1,4 @@
-"""What rows, warnings, console lines and event files say, from given numbers."""
+"""Rows, warnings, console lines and event files from given numbers."""
 
 import contextlib
 import fcntl
@@ -76,14 +76,14 @@ def test_steps_that_a_restart_repeats_are_lost_and_named(clock, step, kept, usef
     assert row["goodput/fraction"] == pytest.approx(useful / 16.0)
 
 
-def test_a_rank_is_compared_with_the_others_and_not_with_itself():
+def test_straggler_is_compared_with_the_other_ranks():
     watch = Stragglers(HOSTS[:2])
     # 1.4 times the mean of the two is not half speed.
     (line,) = [line for _ in range(WINDOW) for line in watch.check([1.0, 1.8])]
     assert line.startswith("rank 1 on node-a is slow: 1.8 times")
 
 
-def test_noise_and_single_pauses_are_no_straggler():
+def test_noise_and_single_pauses_are_not_stragglers():
     watch = Stragglers(HOSTS)
     for step in range(200):
         busy = [1.0 + 0.3 * ((7 * step + 3 * rank) % 5) / 4 for rank in range(4)]
@@ -92,7 +92,7 @@ def test_noise_and_single_pauses_are_no_straggler():
     assert WINDOW < 20
 
 
-def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
+def test_stopped_rank_and_slow_rank_are_distinguished():
     where = "all_reduce over the replicate axis"
     before = [[10, 7, 5, where] for _ in HOSTS]
     after = [[12, 7, 5, where] for _ in HOSTS]
@@ -108,13 +108,18 @@ def test_a_stopped_rank_and_a_rank_behind_are_told_apart():
 
 
 SHOWN = {
-    "loss": 2.34567, "throughput/tokens_per_s": 1234567.0, "throughput/mfu": 0.412, "comm/between_hosts/bytes": 3.2e9,
+    "loss": 2.34567,
+    "throughput/tokens_per_s": 1234567.0,
+    "throughput/mfu": 0.412,
+    "comm/between_hosts/bytes": 3.2e9,
     "memory/peak_gib": 61.25,
-}  # fmt: skip
+}
 
 
 def on_a_terminal(mode, row):
-    """What a display of that mode writes to a terminal of 80 columns, without its control sequences."""
+    """Return the output of a display of that mode on a terminal of 80 columns, without its control
+    sequences.
+    """
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     script = (
@@ -140,7 +145,7 @@ def on_a_terminal(mode, row):
 
 
 @pytest.mark.parametrize("mode", ["rich", "plain", "silent"])
-def test_a_terminal_of_80_columns_shows_all_that_is_wanted(mode):
+def test_terminal_of_80_columns_shows_all_metrics(mode):
     lines = on_a_terminal(mode, SHOWN)
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines)
@@ -161,17 +166,33 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     assert per_sequence == 6 * seq * (width * hidden + hidden * words)
     writer = MetricsWriter(str(tmp_path), {}, tensorboard=False)
     recorder = Recorder(
-        log_every=1, steps=3, ranks=ranks, tokens_per_step=batch * seq, flops_per_step=per_sequence * batch, peak_flops=peak,
-        writer=writer, display=None, hosts=HOSTS,
-    )  # fmt: skip
+        log_every=1,
+        steps=3,
+        ranks=ranks,
+        tokens_per_step=batch * seq,
+        flops_per_step=per_sequence * batch,
+        peak_flops=peak,
+        writer=writer,
+        display=None,
+        hosts=HOSTS,
+    )
     recorder.begin(0)
     measured = [RankReport(seconds, {}, {})] * ranks
     outcome = StepOutcome(
         joins=False,
         preempted_ranks=[],
         store_ends=False,
-        loss=1.0, grad_norm=1.0, tokens=batch * seq, batch_hash=0, own_norm=1.0, outer_norm=None, finite=True, preempted=False, save_is_due=False, ranks=measured
-    )  # fmt: skip
+        loss=1.0,
+        grad_norm=1.0,
+        tokens=batch * seq,
+        batch_hash=0,
+        own_norm=1.0,
+        outer_norm=None,
+        finite=True,
+        preempted=False,
+        save_is_due=False,
+        ranks=measured,
+    )
     for step, step_s in enumerate((seconds, 2 * seconds, seconds), 1):
         recorder.record(
             Progress(step=step), outcome, 0.1, {"step_s": step_s}, None, last=step == 3, given={}
@@ -190,9 +211,13 @@ def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
     from parallel2d.models import huggingface
 
     sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
         "num_key_value_heads": 4,
-    }  # fmt: skip
+    }
     with build_on_meta():
         model = huggingface.build(None, "llama", sizes, "causal_lm")
     seq = 32
@@ -245,7 +270,7 @@ def test_event_files_hold_every_scalar_the_layout_the_texts_and_the_hyperparamet
         "_hparams_/experiment",
         "_hparams_/session_start_info",
     }
-    # Each axis with several ranks has a folder, and so a colour, of its own.
+    # Each axis with several ranks has a separate folder, and thus a separate colour.
     folders = [path.name for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()]
     assert sorted(folders) == ["replicate", "shard"]
     for axis in folders:
@@ -287,7 +312,7 @@ def began(folder, from_step):
     return found
 
 
-def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
+def test_restart_moves_only_the_rows_of_undone_steps(tmp_path):
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.before-restart-1.jsonl"
     assert began(tmp_path, 0) == (None, None)
     lines = [json.dumps({"step": step, "text": "x" * (step % 5)}) + "\n" for step in range(1, 11)]
@@ -305,18 +330,27 @@ def test_only_the_rows_that_a_restart_undid_are_read_and_moved(tmp_path):
     assert (tmp_path / "metrics.before-restart-2.jsonl").read_text() == "".join(lines[:7])
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
-    ("", None),
-])  # fmt: skip
-def test_a_run_that_begins_again_says_how_many_steps_are_lost(tmp_path, rows, message):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"step": 26}\n', "it begins at step 1 again, 26 steps are lost"),
+        ("", None),
+    ],
+)
+def test_restart_logs_the_number_of_lost_steps(tmp_path, rows, message):
     (tmp_path / "metrics.jsonl").write_text(rows)
     said = []
     display = SimpleNamespace(begin=lambda step: None, log=said.append)
     recorder = Recorder(
-        log_every=1, steps=40, ranks=1, tokens_per_step=8, flops_per_step=None, peak_flops=None,
-        writer=MetricsWriter(str(tmp_path), {}, tensorboard=False), display=display,
-    )  # fmt: skip
+        log_every=1,
+        steps=40,
+        ranks=1,
+        tokens_per_step=8,
+        flops_per_step=None,
+        peak_flops=None,
+        writer=MetricsWriter(str(tmp_path), {}, tensorboard=False),
+        display=display,
+    )
     recorder.begin(0)
     assert [line for line in said if message and message in line] == said
     assert len(said) == (message is not None)

@@ -1,4 +1,6 @@
-"""Measurements and records of real runs: whole jobs, started as people start them, and jobs on the ranks of the tests."""
+"""Measurements and records of real runs: whole jobs, started as people start them, and jobs on the
+ranks of the tests.
+"""
 
 import contextlib
 import json
@@ -23,7 +25,7 @@ from parallel2d.training.run_directory.start import read_segments
 
 
 def records(run_dir):
-    """What tells how a run was made, by path in it."""
+    """Files that record the setup of a run, by path in its directory."""
     found = [*run_dir.glob("*.json*"), *run_dir.glob(".hydra/*"), *run_dir.glob("checkpoints/**/*")]
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in found if path.is_file()}
 
@@ -33,19 +35,23 @@ ON_TWO = (*SMALL, "launch.nproc_per_node=2", "strategy=zero3", "train.validate_e
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with ``run``, five steps on two ranks, and what the command said of it."""
+    """A folder with ``run``, five steps on two ranks, and the output of the command."""
     place = tmp_path_factory.mktemp("trained")
     (place / "corpus.txt").write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(20000)))
     words = (
-        "train.steps=5", "profile.steps=[3,4]", "profile.ranks=[1]", "checkpoint.every=2", "hydra.run.dir=run",
-    )  # fmt: skip
+        "train.steps=5",
+        "profile.steps=[3,4]",
+        "profile.ranks=[1]",
+        "checkpoint.every=2",
+        "hydra.run.dir=run",
+    )
     done = execute(place, *ON_TWO, *words)
     assert done.returncode == 0, done.stderr
     return place, done.stderr
 
 
 @pytest.mark.slow
-def test_rows_add_up(trained):
+def test_seconds_of_a_row_add_up(trained):
     place, said = trained
     found = rows(place / "run")
     rest = []
@@ -88,9 +94,13 @@ def test_a_refused_start_leaves_the_records_of_a_good_run(trained):
     run = (*ON_TWO, "hydra.run.dir=again")
     before = records(place / "again")
     for words in (
-        ("train.steps=8", "strategy=hybrid", "model.n_layers=2"),  # on the ranks: does not fit the checkpoint
+        (
+            "train.steps=8",
+            "strategy=hybrid",
+            "model.n_layers=2",
+        ),  # on the ranks: does not fit the checkpoint
         ("mesh.replicate=3",),  # before there are any: does not fit them
-    ):  # fmt: skip
+    ):
         refused = execute(place, *run, *words)
         assert refused.returncode == 2, refused.stderr
         assert records(place / "again") == before, words
@@ -110,7 +120,7 @@ def test_a_refused_start_leaves_the_records_of_a_good_run(trained):
 
 
 @pytest.mark.slow
-def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder):  # noqa: F811
+def test_out_of_memory_on_a_rank_gives_one_message(folder):  # noqa: F811
     words = [word for word in SMALL if not word.startswith("model.")]
     words += ["model=custom", "model.target=my_models:Bigram", "hydra.run.dir=run"]
     words += [f"model.arguments.{word}" for word in ("hungry=true", "fail_on=1", "fail_at=3")]
@@ -126,12 +136,22 @@ def test_a_rank_without_memory_left_ends_the_run_with_one_message(folder):  # no
 
 
 @pytest.mark.soak
-def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
+def test_stopped_rank_is_named_after_the_timeout(folder):  # noqa: F811
     words = [word for word in SMALL if "steps" not in word]
     launcher = subprocess.Popen(
-        command(*words, "train.steps=1000000", "launch.nproc_per_node=2", "launch.timeout=12", "hydra.run.dir=run"),
-        cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        command(
+            *words,
+            "train.steps=1000000",
+            "launch.nproc_per_node=2",
+            "launch.timeout=12",
+            "hydra.run.dir=run",
+        ),
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     metrics = folder / "run" / "metrics.jsonl"
     stacks = folder / "run" / "stacks"
     stopped = 0
@@ -156,7 +176,9 @@ def test_a_stopped_rank_is_named_when_the_timeout_is_over(folder):  # noqa: F811
 
 
 def agreements_of_each_step(folder, run_dir):  # noqa: F811
-    """How many all-reduces each step makes; over the shard axis alone there are no others than agreements."""
+    """Return the number of all-reduces of each step; with only the shard axis all of them are
+    agreements.
+    """
     counts, plain = [0], dist.all_reduce
 
     def counted(*arguments, **options):
@@ -178,7 +200,7 @@ def test_ranks_agree_once_per_step(ranks, folder):  # noqa: F811
     assert found == [[2, 1, 1, 0]] * 2
 
 
-def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: F811
+def test_unmeasured_communication_writes_no_rows(ranks, folder):  # noqa: F811
     words = ("metrics.communication=false", "checkpoint.enabled=false")
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 2)
     found = rows(folder / "run")
@@ -187,8 +209,9 @@ def test_unmeasured_communication_leaves_no_rows_of_it(ranks, folder):  # noqa: 
 
 
 def train_without_room(folder, run_dir, fault):  # noqa: F811
-    """Six steps; between the second and the fourth rank 0 has no room left on the disk, or after the second the directory is gone. What
-    was said of it."""
+    """Train six steps and return the log; rank 0 has no space left on the disk between the second
+    and the fourth step, or the directory is deleted after the second.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def after_step(trainer):
@@ -255,7 +278,7 @@ class Paced(nn.Module):
 
 
 def train_paced(folder, slow, name="run"):  # noqa: F811
-    """What the recorder of rank 0 warned of, in a run of 20 steps."""
+    """Warnings of the recorder of rank 0 in a run of 20 steps."""
     words = ("model=custom", f"model.target={__name__}:Paced", f"+model.arguments.slow={slow}")
     words += ("checkpoint.enabled=false", "strategy=zero3", "bucketing=layer")
     with logged("parallel2d.training.metrics.recorder", logging.WARNING) as said:
@@ -264,13 +287,13 @@ def train_paced(folder, slow, name="run"):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_rank_at_half_speed_is_named_with_its_host_and_none_at_even_speed(ranks, folder):  # noqa: F811
+def test_rank_at_half_speed_is_named_with_its_host(ranks, folder):  # noqa: F811
     (said,) = ranks.run(2, train_paced, folder, 1)[0]
     assert said.startswith(f"rank 1 on {socket.gethostname()} is slow: ")
     assert ranks.run(4, train_paced, folder, -1, "even")[0] == []
 
 
-def test_steps_that_a_resumed_run_does_again_are_lost_in_its_goodput(ranks, folder):  # noqa: F811
+def test_repeated_steps_after_resume_reduce_goodput(ranks, folder):  # noqa: F811
     words = ("checkpoint.every=3", "checkpoint.asynchronous=false", "strategy=zero3")
     run_dir = str(folder / "run")
     assert ranks.run(2, jobs.run, str(folder), run_dir, words, 5) == [0, 0]

@@ -1,4 +1,6 @@
-"""Exposed seconds on GPU, on streams that are simulated: each has a clock of its own, and an event is a moment on it."""
+"""Exposed seconds on GPU, on simulated streams: each stream has a separate clock, and an event is
+a moment on the clock.
+"""
 
 import pytest
 
@@ -55,7 +57,7 @@ def device():
 
 
 def issue(device, stream, axis, seconds):
-    """As sharding does it: the collective runs in a stream of its own; returns its end."""
+    """Issue a collective in a separate stream, as FSDP does; return its end."""
     device.current = stream
     device.waits.around(axis, lambda: stream.run(seconds))
     device.current = device.compute
@@ -66,7 +68,7 @@ def exposed(device):
     return {"shard": 0.0, "replicate": 0.0} | device.waits.exposed.read()
 
 
-def test_what_compute_hides_is_not_exposed_and_the_rest_is(device):
+def test_only_communication_not_overlapped_by_compute_is_exposed(device):
     gathered = issue(device, device.gather, "shard", 5.0)
     device.compute.run(3.0)
     device.compute.wait_event(gathered)
@@ -77,7 +79,7 @@ def test_what_compute_hides_is_not_exposed_and_the_rest_is(device):
     assert exposed(device) == {"shard": 0.0, "replicate": 0.0}
 
 
-def test_a_wait_belongs_to_the_last_collective_of_the_stream_that_is_waited_for(device):
+def test_wait_is_attributed_to_the_last_collective_of_the_stream(device):
     issue(device, device.scatter, "shard", 2.0)
     device.reduce.wait_stream(device.scatter)
     reduced = issue(device, device.reduce, "replicate", 3.0)
@@ -86,19 +88,19 @@ def test_a_wait_belongs_to_the_last_collective_of_the_stream_that_is_waited_for(
     assert exposed(device) == {"shard": 0.0, "replicate": 4.0}
 
 
-def test_a_stream_that_only_waited_for_one_hands_its_axis_on(device):
+def test_wait_through_another_stream_keeps_the_axis(device):
     issue(device, device.scatter, "shard", 2.0)
     device.reduce.wait_stream(device.scatter)
     device.compute.wait_stream(device.reduce)
     assert exposed(device) == {"shard": 2.0, "replicate": 0.0}
 
 
-def test_a_collective_in_the_compute_stream_is_exposed_whole(device):
+def test_collective_on_the_compute_stream_is_fully_exposed(device):
     device.waits.around("shard", lambda: device.compute.run(2.5))
     assert exposed(device) == {"shard": 2.5, "replicate": 0.0}
 
 
-def test_waits_for_other_work_and_those_of_other_streams_are_none(device):
+def test_waits_for_other_work_or_by_other_streams_are_not_exposed(device):
     device.gather.run(7.0)
     device.compute.wait_event(device.gather.record_event())
     device.gather.wait_event(issue(device, device.scatter, "shard", 20.0))

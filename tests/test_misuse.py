@@ -76,7 +76,9 @@ def _normalized():
 
 
 def _statistics_and_pickles():
-    """An evaluation with statistics that differ is warned of once, by rank 0, and not after `average_buffers`."""
+    """An evaluation with statistics that differ is warned of once, by rank 0, and not after
+    `average_buffers`.
+    """
     model, x = _normalized()
     model.eval()
     with logged("parallel2d", logging.WARNING) as said:
@@ -146,7 +148,7 @@ def _optimizer_first(sharded_later):
 
 
 def _other_torch(_):
-    with pytest.MonkeyPatch.context() as patch:  # the worker goes on to other tests
+    with pytest.MonkeyPatch.context() as patch:  # the worker continues with other tests
         if torch.distributed.get_rank() == 1:
             patch.setattr(torch, "__version__", "2.99.0")
         _sharded()
@@ -199,12 +201,12 @@ def test_a_mistake_is_refused(ranks, mistake):
     assert error.value.kind == "ConfigError"
 
 
-def test_what_is_right_beside_them_works(ranks):
+def test_correct_counterparts_of_mistakes_work(ranks):
     assert ranks.run(2, _optimizer_first, False) == [1, 1]
     assert ranks.run(4, _feed, "data") == [1, 1, 1, 1]
 
 
-def test_statistics_that_differ_and_pickles_of_parts_are_warned_of(ranks):
+def test_unequal_statistics_and_pickled_shards_give_warnings(ranks):
     ranks.run(4, _statistics_and_pickles)
 
 
@@ -226,7 +228,7 @@ def _wrong_arguments():
     return told
 
 
-def test_arguments_of_another_kind_are_one_clear_message(ranks):
+def test_arguments_of_wrong_type_give_one_clear_message(ranks):
     told = ranks.run(2, _wrong_arguments)[0]
     no_mesh, no_config, sharded, classes, ddp, zero2, no_shard, tensor = told
     assert no_shard.startswith("the mesh has no axis shard: give it one of size 1")
@@ -267,14 +269,23 @@ def _hooked_weight(kind):
 
 UNSUITED = {
     "hook": (lambda: _hooked_weight("register_hook"), "0.weight has a gradient hook"),
-    "hook after": (lambda: _hooked_weight("register_post_accumulate_grad_hook"), "0.weight has a gradient hook"),
+    "hook after": (
+        lambda: _hooked_weight("register_post_accumulate_grad_hook"),
+        "0.weight has a gradient hook",
+    ),
     "lazy": (lambda: nn.LazyLinear(4), "0.weight has no size yet"),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), "0 has max_norm=1.0"),
     "list": (lambda: Holder("list"), "0.kept holds 0.layer.weight in a plain list"),
-    "list in itself": (lambda: Holder("list in itself"), "0.kept holds 0.layer.weight in a plain list"),
-    "dict": (lambda: Holder("dict of tuples"), "0.kept holds a parameter that the model does not know in a plain dict"),
+    "list in itself": (
+        lambda: Holder("list in itself"),
+        "0.kept holds 0.layer.weight in a plain list",
+    ),
+    "dict": (
+        lambda: Holder("dict of tuples"),
+        "0.kept holds a parameter that the model does not know in a plain dict",
+    ),
     "attribute": (lambda: Holder("attribute"), "0.kept holds 0.layer.weight in a plain Parameter"),
-}  # fmt: skip
+}
 
 
 def _unsuited():
@@ -286,7 +297,7 @@ def _unsuited():
     return told
 
 
-def test_what_sharding_would_lose_is_refused_by_name(ranks):
+def test_state_lost_by_sharding_is_refused_by_name(ranks):
     for told in ranks.run(2, _unsuited):
         for name, (_, expected) in UNSUITED.items():
             assert told[name].startswith(expected)
@@ -342,9 +353,12 @@ def _explained():
         changed(x).backward()
 
     for call in (
-        lambda: model().encode(x), lambda: model().project(x), lambda: model(Appending)(x),
-        penalty, late_hook,
-    ):  # fmt: skip
+        lambda: model().encode(x),
+        lambda: model().project(x),
+        lambda: model(Appending)(x),
+        penalty,
+        late_hook,
+    ):
         with pytest.raises((RuntimeError, ConfigError)) as error:
             call()
         told.append(str(error.value))
@@ -354,7 +368,7 @@ def _explained():
     return told
 
 
-def test_calls_that_find_no_whole_parameters_say_what_to_do(ranks):
+def test_calls_on_local_shards_name_the_remedy(ranks):
     for told in ranks.run(2, _explained):
         before, inside, appending, twice, late = told
         assert before.startswith("blocks.0 was called before the model")
@@ -405,7 +419,7 @@ def _kinds_of_numbers():
     return told, of_precision("fp64")[0].weight.dtype
 
 
-def test_complex_and_integer_parameters_are_compared_and_set_as_a_whole(ranks):
+def test_complex_and_integer_parameters_are_compared_and_set_unsharded(ranks):
     for told, dtype in ranks.run(2, _kinds_of_numbers):
         assert told[0].startswith("no initializer sets 0.weight")
         assert told[1].startswith("precision.param=bf16: 0.weight is complex")
@@ -423,12 +437,12 @@ def _raw_errors():
     model = parallelize(plain, mesh, ParallelConfig("zero3"))
     told.append(refusal(model.load_state_dict, state))
     parallel2d.load_state(model, state if dist.get_rank() == 0 else None)
-    # What the model has given itself is still taken.
+    # Arguments that the model sets itself are still accepted.
     model.load_state_dict(model.state_dict())
     return told
 
 
-def test_raw_errors_are_messages(ranks):
+def test_torch_errors_are_explained(ranks):
     spec, tokens, whole = ranks.run(2, _raw_errors)[0]
     assert "MeshSpec(replicate=2, shard=4)" in spec
     assert tokens == "token_weight(-3): a number of tokens is at least 0"

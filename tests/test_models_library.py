@@ -1,4 +1,6 @@
-"""Models that nobody here wrote: Hugging Face's, and torch's own transformer, equal their single-process runs on every layout."""
+"""Models of third parties: Hugging Face's, and torch's own transformer, equal their single-process
+runs on every layout.
+"""
 
 import json
 import re
@@ -32,8 +34,11 @@ from parallel2d.training.model_families import (
 
 LIBRARY = pytest.mark.extras("transformers")
 HEADS = {
-    "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24,
-}  # fmt: skip
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+}
 GROUPED = {**HEADS, "num_key_value_heads": 2, "vocab_size": 31, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
@@ -98,7 +103,9 @@ def loss_of(
 def run(
     kind: str, sizes: dict[str, int], config: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Losses, norms and final weights on this process group; on a single rank without any of our code in the loop."""
+    """Losses, norms and final weights on this process group; on a single rank without any of our
+    code in the loop.
+    """
     alone = torch.distributed.get_world_size() == 1
     parallel = parallel2d.ParallelConfig(precision="fp64", **config)
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**sizes), parallel.strategy.name)
@@ -127,7 +134,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = {n: training.whole(p).detach() for n, p in model.named_parameters()}
+    weights = {n: training.full_tensor_of(p).detach() for n, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
@@ -154,9 +161,11 @@ def compare(found: dict[str, Any], reference: dict[str, Any]) -> None:
 
 # Each strategy sees every second kind.
 ON_EACH = [
-    pytest.param(("zero3", "hybrid")[number % 2], kind, marks=[] if kind == "transformer" else LIBRARY)
+    pytest.param(
+        ("zero3", "hybrid")[number % 2], kind, marks=[] if kind == "transformer" else LIBRARY
+    )
     for number, kind in enumerate((*MODELS, "transformer"))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), ON_EACH)
@@ -166,17 +175,23 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
 
 
 @LIBRARY
-@pytest.mark.parametrize(("kind", "strategy", "tied"), [
-    ("qwen3", "hybrid", None), ("mixtral", "hybrid", None), ("phi3", "hybrid", None), ("llama", "zero3", True),
-])  # fmt: skip
-def test_the_plan_that_a_library_model_ships_changes_nothing(ranks, kind, strategy, tied):
+@pytest.mark.parametrize(
+    ("kind", "strategy", "tied"),
+    [
+        ("qwen3", "hybrid", None),
+        ("mixtral", "hybrid", None),
+        ("phi3", "hybrid", None),
+        ("llama", "zero3", True),
+    ],
+)
+def test_tensor_parallel_plan_of_a_library_model_gives_equal_results(ranks, kind, strategy, tied):
     changes = None if tied is None else {"tie_word_embeddings": tied}
     found = ranks.run(4, run, kind, {"tensor": 2}, {"strategy": strategy}, changes)[0]
     compare(found, expected(ranks, kind, tied))
 
 
 @LIBRARY
-def test_a_word_that_is_not_translated_matters_with_a_tensor_axis_alone():
+def test_unknown_plan_entry_is_refused_only_with_a_tensor_axis():
     model = huggingface.build(architecture="llama", arguments=MODELS["llama"])
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
     parts = SimpleNamespace(module=model, tensor_plan=_library_plan)
@@ -203,16 +218,21 @@ def _from_folder(path: str, sizes: dict[str, int], kind: str) -> list[bool]:
         parts.module, mesh, parallel2d.ParallelConfig("hybrid"), seed=0, **given
     )
     saved = _saved(kind).state_dict()
-    return [torch.equal(training.whole(p), saved[name]) for name, p in model.named_parameters()]
+    return [
+        torch.equal(training.full_tensor_of(p), saved[name]) for name, p in model.named_parameters()
+    ]
 
 
 @LIBRARY
-@pytest.mark.parametrize(("kind", "sizes", "files"), [
-    ("gpt2", {}, 1),
-    ("llama", {}, 4),
-    ("mixtral", {"tensor": 2}, 8),  # stored expert by expert, computed as one tensor
-])  # fmt: skip
-def test_pretrained_weights_are_read_by_every_rank_for_itself(ranks, tmp_path, kind, sizes, files):
+@pytest.mark.parametrize(
+    ("kind", "sizes", "files"),
+    [
+        ("gpt2", {}, 1),
+        ("llama", {}, 4),
+        ("mixtral", {"tensor": 2}, 8),  # stored expert by expert, computed as one tensor
+    ],
+)
+def test_every_rank_reads_its_pretrained_weights(ranks, tmp_path, kind, sizes, files):
     _saved(kind).save_pretrained(tmp_path, max_shard_size="5GB" if files == 1 else "6KB")
     assert len(list(tmp_path.glob("*.safetensors"))) == files
     assert (tmp_path / "model.safetensors.index.json").exists() == (files > 1)
@@ -228,7 +248,7 @@ def _empty(kind: str, **changes: Any) -> nn.Module:
 
 
 @LIBRARY
-def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
+def test_folder_of_symlinks_is_read_and_paths_in_its_index_are_refused(tmp_path):
     blobs, links = tmp_path / "blobs", tmp_path / "snapshot"
     saved = _saved("llama")
     saved.save_pretrained(blobs, max_shard_size="8KB")
@@ -247,7 +267,7 @@ def test_a_folder_of_links_is_read_and_a_path_in_its_index_is_not(tmp_path):
 
 
 @LIBRARY
-def test_a_stored_form_that_cannot_be_read_in_parts_is_refused(tmp_path, monkeypatch):
+def test_weight_format_without_partial_reads_is_refused(tmp_path, monkeypatch):
     from safetensors.torch import save_file
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
@@ -287,23 +307,32 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
     ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}}, "num_decoder_layers=1000000000 is more than 10,000 layers"),
     ({"architecture": "t5", "head": "base"}, "T5Model is not a sequence-to-sequence language model; set model.head=seq2seq_lm"),
 ])  # fmt: skip
-def test_a_library_model_that_cannot_be_built_is_one_clear_error(given, message):
+def test_invalid_library_model_gives_one_clear_error(given, message):
     with pytest.raises(ConfigError) as error:
         build_model(HuggingFaceModel(**given))
     assert message in str(error.value)
 
 
 @LIBRARY
-@pytest.mark.parametrize(("change", "message"), [
-    ({"architectures": ["pipeline"]}, None),
-    ({"architectures": ["PreTrainedConfig"]}, None),
-    ({"backbone": "someone/model"}, "backbone=someone/model stands for code, files or parts of other libraries"),
-    ({"text_config": {"_attn_implementation": "a/b"}}, "_attn_implementation=a/b stands for code"),
-    ({"num_labels": 10**9}, "num_labels=1000000000 is more than 10,000,000 labels"),
-    ({"depths": [10**6] * 4}, "is more than 10,000 layers"),
-    ({"num_local_experts": 10**7}, "is more than 65,536 modules"),
-])  # fmt: skip
-def test_a_folder_of_anybody_builds_nothing_but_a_model(tmp_path, change, message):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["pipeline"]}, None),
+        ({"architectures": ["PreTrainedConfig"]}, None),
+        (
+            {"backbone": "someone/model"},
+            "backbone=someone/model stands for code, files or parts of other libraries",
+        ),
+        (
+            {"text_config": {"_attn_implementation": "a/b"}},
+            "_attn_implementation=a/b stands for code",
+        ),
+        ({"num_labels": 10**9}, "num_labels=1000000000 is more than 10,000,000 labels"),
+        ({"depths": [10**6] * 4}, "is more than 10,000 layers"),
+        ({"num_local_experts": 10**7}, "is more than 65,536 modules"),
+    ],
+)
+def test_untrusted_folder_builds_only_a_model(tmp_path, change, message):
     settings = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -337,12 +366,12 @@ def test_an_encoder_decoder_learns_to_continue_the_prefix():
     found = ModelLoss(config, parts).value(parts.module, tokens, targets)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     changed = tokens.clone()
-    changed[:, 6:] = 1  # what comes later than a token has no part in its prediction
+    changed[:, 6:] = 1  # later tokens have no part in the prediction
     assert torch.equal(parts.module(changed).logits[:, :3], logits[:, :3])
 
 
 @LIBRARY
-def test_an_encoder_decoder_trains_alike_on_every_layout(ranks, folder):
+def test_encoder_decoder_has_equal_losses_on_every_layout(ranks, folder):
     sizes = {**MODELS["t5"], "vocab_size": 260}
     words = ["model=hf", "model.architecture=t5", "checkpoint.enabled=false", "train.seq_len=15"]
     words += [f"++model.arguments.{key}={value}" for key, value in sizes.items()]

@@ -1,4 +1,6 @@
-"""`no_sync`: what runs on which axis inside and after it, that it adds up as `accumulate` does, and what an exception leaves: nothing."""
+"""`no_sync`: collectives of each axis inside and after it, gradients equal to `accumulate`, and no
+gradients after an exception.
+"""
 
 import pytest
 import torch
@@ -67,13 +69,18 @@ def _counted(mode):
 GROUPS = 3  # two blocks and the root
 
 
-@pytest.mark.parametrize(("mode", "inside_shard", "inside_replicate"), [
-    ("reduce_scatter_only", 2, 0), ("none", 0, 0), ("full", 2, 2),
-])  # fmt: skip
-def test_each_axis_moves_what_the_mode_says_and_adds_up(
+@pytest.mark.parametrize(
+    ("mode", "inside_shard", "inside_replicate"),
+    [
+        ("reduce_scatter_only", 2, 0),
+        ("none", 0, 0),
+        ("full", 2, 2),
+    ],
+)
+def test_each_axis_sends_the_bytes_of_its_accumulation_mode(
     ranks, mode, inside_shard, inside_replicate
 ):
-    """And `zero_grad` drops what is left of a micro-batch."""
+    """In addition, `zero_grad` drops the remainder of a micro-batch."""
     for (accumulated, inside, after, alone), equal, size in ranks.run(4, _counted, mode):
         # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
         whole, part = (GROUPS, size), (1, size // 2)
@@ -113,11 +120,17 @@ def _after_an_exception(mode, during):
     return any(left), same(take_gradients(model), expected), calls
 
 
-@pytest.mark.parametrize(("mode", "during"), [
-    ("reduce_scatter_only", "forward"), ("reduce_scatter_only", "accumulate"), ("none", "backward"), ("none", "accumulate"),
-    ("full", "backward"),
-])  # fmt: skip
-def test_an_exception_inside_leaves_nothing_of_the_lost_micro_batches(ranks, mode, during):
+@pytest.mark.parametrize(
+    ("mode", "during"),
+    [
+        ("reduce_scatter_only", "forward"),
+        ("reduce_scatter_only", "accumulate"),
+        ("none", "backward"),
+        ("none", "accumulate"),
+        ("full", "backward"),
+    ],
+)
+def test_exception_in_no_sync_drops_its_micro_batches(ranks, mode, during):
     for left, equal, calls in ranks.run(4, _after_an_exception, mode, during):
         # there each micro-batch is reduced into .grad, which is the caller's to clear
         assert left == (mode == "full")

@@ -1,4 +1,6 @@
-"""Offloading to CPU and float8: what can be seen without a GPU. Both are refused here; their parts run on CPU."""
+"""Offloading to CPU and float8, tested without a GPU. Both are refused here; their parts run on
+CPU.
+"""
 
 import copy
 import sys
@@ -31,12 +33,21 @@ from parallel2d.parallel.weights.initial_values import allocate
 from parallel2d.train import main
 
 
-@pytest.mark.parametrize(("word", "reason"), [
-    ("cpu_offload=true", "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU"),
-    ("precision.float8=rowwise", "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        (
+            "cpu_offload=true",
+            "cpu_offload=true moves parameters from GPUs to CPU memory, and this runs on CPU",
+        ),
+        (
+            "precision.float8=rowwise",
+            "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu",
+        ),
+    ],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_refuses_it_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
+def test_command_refuses_offload_on_cpu(tmp_path, monkeypatch, capsys, word, reason):
     monkeypatch.setattr(
         "parallel2d.train.start_workers", lambda *_: pytest.fail("workers were started")
     )
@@ -57,7 +68,7 @@ def _refused(config):
 @pytest.mark.parametrize(
     "config", [{"cpu_offload": True}, {"precision": PrecisionConfig(float8="tensorwise")}]
 )
-def test_the_library_refuses_it_on_cpu(ranks, config):
+def test_library_refuses_offload_on_cpu(ranks, config):
     with pytest.raises(WorkerError, match="runs on (CPU|cpu)") as error:
         ranks.run(2, _refused, config)
     assert error.value.kind == "ConfigError"
@@ -71,7 +82,9 @@ def test_float8_needs_products_in_bf16():
 
 
 def _offloaded():
-    """The engine's offloading on CPU tensors, whose copies do nothing: a step with accumulation and clipping, beside plain PyTorch."""
+    """Train a step with accumulation and clipping with the engine's offloading on CPU tensors,
+    where copies do nothing; compare with plain PyTorch.
+    """
     torch.manual_seed(3)
     blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
     model = nn.Sequential(nn.Linear(6, 8), *blocks)
@@ -98,7 +111,7 @@ def _offloaded():
     return all(offloaded) and bool(offloaded), norms[:3], norms[3:], difference
 
 
-def test_offloaded_parameters_train_as_others_do(ranks):
+def test_offloaded_parameters_train_as_on_the_device(ranks):
     for offloaded, norms, expected, difference in ranks.run(2, _offloaded):
         assert offloaded
         assert norms == pytest.approx(expected, rel=1e-5)
@@ -106,9 +119,9 @@ def test_offloaded_parameters_train_as_others_do(ranks):
 
 
 @pytest.mark.extras("torchao")
-def test_float8_replaces_the_layers_of_blocks_and_no_name():
+def test_float8_replaces_layers_of_blocks_and_keeps_names():
     with build_on_meta():
-        # 40 is no multiple of 16: the feed-forward stays
+        # 40 is not a multiple of 16: the feed-forward keeps its layer
         model = training.build_llama(n_layers=2, hidden_dim=40)
     names = list(dict(model.named_parameters()))
     precision = PrecisionConfig(float8="rowwise", float8_exclude=["layers.0.attention.wo"])
@@ -141,7 +154,7 @@ def test_float8_products_are_close_and_have_gradients(recipe):
 
 
 @pytest.mark.extras("torchao")
-def test_float8_that_would_change_nothing_is_an_error():
+def test_float8_without_matching_layers_is_an_error():
     for exclude, told in (
         ("*.wq.*", r"float8_exclude: \*.wq.\* matches no Linear layer inside a block; there are"),
         ("*", "no Linear layer inside the blocks can be converted; 7: excluded"),

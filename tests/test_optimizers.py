@@ -1,4 +1,6 @@
-"""Optimizers: on any layout they do what plain torch does on one process; parameter groups; what they send; saved and resumed."""
+"""Optimizers equal plain torch in one process on any layout; parameter groups; their traffic;
+saves and resumes.
+"""
 
 import copy
 import json
@@ -60,7 +62,9 @@ def rate(config: OptimizerConfig, step: int) -> float:
 def train(
     layout: str, config: OptimizerConfig, first: int = 1, last: int = STEPS, folder: str = ""
 ) -> tuple[list[float], dict[str, Any]]:
-    """Losses and whole weights in fp64; with ``folder`` it goes on from there before ``first``, and saves after ``last``."""
+    """Return losses and unsharded weights in fp64; with ``folder`` resume from there before
+    ``first``, and save after ``last``.
+    """
     _, mesh_sizes, strategy = LAYOUTS[layout]
     seed = 0 if first == 1 else 9
     mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"}, seed=seed)
@@ -79,7 +83,9 @@ def train(
 
 
 def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """torch's own, with the groups written out by hand. ``group["scale"]`` is what the rate is multiplied with."""
+    """torch's optimizers, with the groups written out by hand. ``group["scale"]`` multiplies the
+    learning rate.
+    """
 
     def settings(name: str, parameter: torch.Tensor) -> tuple[float, float]:
         if config.groups and ".wq." in name:
@@ -97,8 +103,11 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
         group = {"params": [parameter], "weight_decay": decay, "scale": scale}
         (hidden if matrix else other).append(group)
     adam: dict[str, Any] = {
-        "lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "amsgrad": config.amsgrad,
-    }  # fmt: skip
+        "lr": config.lr,
+        "betas": tuple(config.betas),
+        "eps": config.eps,
+        "amsgrad": config.amsgrad,
+    }
     if config.name == "muon":
         muon = {"momentum": config.momentum, "nesterov": config.nesterov}
         matrices = torch.optim.Muon(hidden, lr=config.lr, adjust_lr_fn=config.adjust_lr, **muon)
@@ -141,17 +150,28 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
 CASES = [
     ("muon", "split_tensor"),  # the other layouts: test_matrix_owners
     ("muon_original", "zero3"),
-    ("adam", "hybrid"), ("sgd", "hybrid"), ("adamw", "split"), ("adamw_foreach", "ddp"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("adafactor", "tensor"), ("muon", "split_uneven"),
-        ("sgd", "split"), ("adamw", "split_uneven"), ("adamw", "tensor"), ("sgd_nesterov", "tensor"),
-        ("adamw_amsgrad", "tensor"), ("muon_original", "tensor"),
-    )),
-]  # fmt: skip
+    ("adam", "hybrid"),
+    ("sgd", "hybrid"),
+    ("adamw", "split"),
+    ("adamw_foreach", "ddp"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("adafactor", "tensor"),
+            ("muon", "split_uneven"),
+            ("sgd", "split"),
+            ("adamw", "split_uneven"),
+            ("adamw", "tensor"),
+            ("sgd_nesterov", "tensor"),
+            ("adamw_amsgrad", "tensor"),
+            ("muon_original", "tensor"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("variant", "layout"), CASES)
-def test_an_optimizer_does_on_any_layout_what_plain_torch_does(ranks, variant, layout):
+def test_optimizer_equals_plain_torch_on_every_layout(ranks, variant, layout):
     losses, weights = ranks.run(LAYOUTS[layout][0], train, layout, VARIANTS[variant])[0]
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses, rel=1e-10, abs=0)
@@ -159,10 +179,16 @@ def test_an_optimizer_does_on_any_layout_what_plain_torch_does(ranks, variant, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "layout"), [
-    ("sgd", "hybrid"), ("adamw_amsgrad", "hybrid"), ("adafactor", "split"), ("muon", "hybrid"),
-])  # fmt: skip
-def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layout):
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("sgd", "hybrid"),
+        ("adamw_amsgrad", "hybrid"),
+        ("adafactor", "split"),
+        ("muon", "hybrid"),
+    ],
+)
+def test_run_saved_on_two_ranks_resumes_on_four(ranks, tmp_path, variant, layout):
     config = VARIANTS[variant]
     ranks.run(2, train, "zero3", config, 1, 2, str(tmp_path))
     losses, weights = ranks.run(4, train, layout, config, 3, STEPS, str(tmp_path))[0]
@@ -172,11 +198,15 @@ def test_a_run_saved_on_two_ranks_goes_on_on_four(ranks, tmp_path, variant, layo
 
 
 MUON_JOB = (
-    "optimizer=muon", "strategy=hybrid", "mesh.replicate=2", "mesh.shard=2", "checkpoint.enabled=false",
-)  # fmt: skip
+    "optimizer=muon",
+    "strategy=hybrid",
+    "mesh.replicate=2",
+    "mesh.shard=2",
+    "checkpoint.enabled=false",
+)
 
 
-def test_a_run_predicts_what_its_optimizer_sends(ranks, folder):
+def test_predicted_optimizer_traffic_equals_the_measured(ranks, folder):
     ranks.run(4, jobs.run, str(folder), str(folder / "run"), MUON_JOB, 3)
     layout = json.loads((folder / "run" / "layout.json").read_text())
     rows = jobs.rows(folder / "run")
@@ -258,13 +288,19 @@ def test_muon_without_blocks_asks_which_matrices_are_hidden():
         build_optimizer(model, replace(OPTIMIZERS["muon"], groups=[entry]))
 
 
-@pytest.mark.parametrize(("pattern", "says"), [
-    ("embeding*", "matches no parameter; near: embedding.weight"),
-    ("*.atention.*", "near: layers.0.attention"),
-    ("layers.0.attention.wq.weight", "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first"),
-    ("norm.weight", "matches frozen parameters only, such as norm.weight"),
-])  # fmt: skip
-def test_a_pattern_that_changes_nothing_is_an_error(pattern, says):
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("embeding*", "matches no parameter; near: embedding.weight"),
+        ("*.atention.*", "near: layers.0.attention"),
+        (
+            "layers.0.attention.wq.weight",
+            "has no effect: an earlier one, layers.*, matches layers.0.attention.wq.weight first",
+        ),
+        ("norm.weight", "matches frozen parameters only, such as norm.weight"),
+    ],
+)
+def test_pattern_without_match_is_an_error(pattern, says):
     model = build_llama()
     model.norm.weight.requires_grad_(False)
     groups = [{"pattern": "layers.*", "lr_scale": 1.0}, {"pattern": pattern, "lr_scale": 1.0}]

@@ -1,4 +1,6 @@
-"""Modules that return views: a hook on such a tensor crashes torch, or is lost when its caller changes it in place."""
+"""Modules that return views: a hook on such a tensor crashes torch, or is lost when its caller
+changes it in place.
+"""
 
 import copy
 
@@ -15,7 +17,9 @@ WIDTH = 8
 
 
 class Stale(nn.Linear):
-    """A view whose base changes after it was taken: torch dies by SIGSEGV when a hook is set on it."""
+    """A view of a base that changes after the view was taken: torch dies by SIGSEGV when a hook is
+    set on the view.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         base = super().forward(torch.tanh(x))
@@ -47,7 +51,7 @@ class Net(nn.Module):
             if isinstance(y, dict):
                 assert y["name"] == "several"
                 y = torch.cat([y["parts"][0], y["parts"][1][0]], 1)
-            y += x  # in place: on what the layer returned
+            y += x  # in place: on the output of the layer
             x = y
         return x[:, 1:]
 
@@ -66,13 +70,13 @@ def _gradients(kind: type[nn.Linear], strategy: str) -> float:
         out.square().mean().backward()
     expected = dict(plain.named_parameters())
     return max(
-        float((training.whole(parameter.grad) - expected[name].grad).abs().max())
+        float((training.full_tensor_of(parameter.grad) - expected[name].grad).abs().max())
         for name, parameter in model.named_parameters()
     )
 
 
 @pytest.mark.parametrize("kind", [Stale, Sliced, Several])
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid", "ddp"])
-def test_views_are_handed_on_with_the_gradients_of_plain_pytorch(ranks, kind, strategy):
+def test_output_views_have_the_gradients_of_plain_pytorch(ranks, kind, strategy):
     world = 4 if strategy == "hybrid" else 2
     assert max(ranks.run(world, _gradients, kind, strategy)) < 1e-14

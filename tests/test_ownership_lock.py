@@ -18,7 +18,7 @@ def claimed(folder):
     return claim
 
 
-def test_the_first_start_is_told_who_took_over(tmp_path):
+def test_first_start_names_the_process_that_took_over(tmp_path):
     first = claimed(tmp_path)
     first.check()
     second = claimed(tmp_path)
@@ -31,7 +31,7 @@ def test_the_first_start_is_told_who_took_over(tmp_path):
     assert set(owner) == {"token", "host", "process", "time"}
 
 
-def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
+def test_transient_file_system_errors_keep_the_lock(tmp_path):
     claim = claimed(tmp_path)
     owner = tmp_path / "owner.json"
     shutil.copy(owner, tmp_path / "copy")
@@ -43,13 +43,13 @@ def test_a_file_system_that_hiccups_takes_nothing_over(tmp_path):
     claim.check()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+def test_unwritable_run_directory_is_an_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         claimed(tmp_path / "nowhere")
 
 
 class TakingOver(Hook):
-    """While the third step is in its hooks, another start goes on after the first."""
+    """While the third step is in its hooks, another start continues after the first step."""
 
     def step(self, run, step, metrics):
         if step == 3:
@@ -57,12 +57,12 @@ class TakingOver(Hook):
             set_aside_after("run/metrics.jsonl", 1)
 
 
-def taken_over(folder):
+def superseded(folder):
     trainer = jobs.build(folder, "run", ["strategy=ddp"], [TakingOver()])
     with pytest.raises(RunTakenOver):
         trainer.run()
     return [row["step"] for row in jobs.rows("run")]
 
 
-def test_a_start_that_is_taken_over_in_a_step_writes_no_row_of_it(ranks, folder):
-    assert ranks.run(1, taken_over, str(folder)) == [[1]]
+def test_start_without_its_lock_writes_no_row(ranks, folder):
+    assert ranks.run(1, superseded, str(folder)) == [[1]]

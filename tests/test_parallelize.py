@@ -31,7 +31,7 @@ from parallel2d.parallel.model_structure import find_blocks
 
 
 class Gate(nn.Module):
-    """A module with a parameter of its own beside its children's."""
+    """A module with a direct parameter in addition to the parameters of its children."""
 
     def __init__(self, dim):
         super().__init__()
@@ -47,7 +47,9 @@ class Gate(nn.Module):
 
 
 class Strange(nn.Module):
-    """Convolution, recurrent cell, attention, a loop over gates, a buffer that the constructor computes, a frozen layer."""
+    """Convolution, recurrent cell, attention, a loop over gates, a buffer that the constructor
+    computes, a frozen layer.
+    """
 
     def __init__(self, dim=12):
         super().__init__()
@@ -108,11 +110,22 @@ def _train_strange(config, sizes, steps):
     return losses[:steps], losses[steps:], weights
 
 
-@pytest.mark.parametrize(("strategy", "bucketing"), [
-    ("ddp", "block"), ("zero2", "layer"), ("zero3", "size"), ("hybrid_zero2", "size"), ("hybrid", "layer"), ("hybrid_full", "block"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrid", "size"), ("hybrid_full", "layer"))),
-])  # fmt: skip
-def test_a_module_nobody_here_wrote_equals_its_single_process_run(ranks, strategy, bucketing):
+@pytest.mark.parametrize(
+    ("strategy", "bucketing"),
+    [
+        ("ddp", "block"),
+        ("zero2", "layer"),
+        ("zero3", "size"),
+        ("hybrid_zero2", "size"),
+        ("hybrid", "layer"),
+        ("hybrid_full", "block"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("hybrid", "size"), ("hybrid_full", "layer"))
+        ),
+    ],
+)
+def test_third_party_module_equals_its_single_process_run(ranks, strategy, bucketing):
     bucketing = BucketingConfig("size", 0.002) if bucketing == "size" else bucketing
     world = 4 if strategy.startswith("hybrid") else 2
     sharded, alone, weights = ranks.run(
@@ -144,7 +157,7 @@ def _shared_block(bucketing):
     mesh = build_mesh(MeshSpec(), "zero3")
     model = parallelize(model, mesh, ParallelConfig("zero3", bucketing), seed=0)
     model(torch.ones(2, 4)).sum().backward()
-    return {name: training.whole(p).tolist() for name, p in model.named_parameters()}
+    return {name: training.full_tensor_of(p).tolist() for name, p in model.named_parameters()}
 
 
 def test_a_block_that_two_parents_share_is_initialized_and_sharded_once(ranks):
@@ -173,7 +186,9 @@ def test_blocks_are_found_by_structure():
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """What reaches the process groups of the axes, by kind: how often, and how many elements of this rank's input."""
+    """Count the collectives of the process groups of the axes by kind, with the number of elements
+    of this rank's input.
+    """
 
     KINDS = ("allgather", "reduce_scatter", "allreduce", "alltoall")
 
@@ -226,16 +241,19 @@ class Nine(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize(("strategy", "bucketing", "expected"), [
-    ("zero3", BucketingConfig("size", math.inf), {"allgather": 2, "reduce_scatter": 1}),
-    ("zero3", "layer", {"allgather": 18, "reduce_scatter": 9}),
-    # all groups are small: one bucket
-    ("hybrid", "layer", {"allgather": 18, "reduce_scatter": 9, "allreduce": 1}),
-    ("hybrid", "block", {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}),
-    ("zero2", "block", {"allgather": 3, "reduce_scatter": 3}),
-    ("ddp", "block", {"allreduce": 1}),
-])  # fmt: skip
-def test_collectives_are_what_strategy_and_bucketing_say(ranks, strategy, bucketing, expected):
+@pytest.mark.parametrize(
+    ("strategy", "bucketing", "expected"),
+    [
+        ("zero3", BucketingConfig("size", math.inf), {"allgather": 2, "reduce_scatter": 1}),
+        ("zero3", "layer", {"allgather": 18, "reduce_scatter": 9}),
+        # all groups are small: one bucket
+        ("hybrid", "layer", {"allgather": 18, "reduce_scatter": 9, "allreduce": 1}),
+        ("hybrid", "block", {"allgather": 6, "reduce_scatter": 3, "allreduce": 1}),
+        ("zero2", "block", {"allgather": 3, "reduce_scatter": 3}),
+        ("ddp", "block", {"allreduce": 1}),
+    ],
+)
+def test_collectives_follow_strategy_and_bucketing(ranks, strategy, bucketing, expected):
     assert ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0] == expected
 
 
@@ -250,8 +268,11 @@ def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
     alone = ranks.run(1, _weights, {}, "hybrid", "block", odd)[0]
     assert all((value != 0).any() for value in alone.values())
     for sizes, strategy, bucketing in [
-        ({}, "zero3", "layer"), ({}, "hybrid", "block"), ({}, "ddp", "block"), ({"tensor": 2}, "hybrid", "block"),
-    ]:  # fmt: skip
+        ({}, "zero3", "layer"),
+        ({}, "hybrid", "block"),
+        ({}, "ddp", "block"),
+        ({"tensor": 2}, "hybrid", "block"),
+    ]:
         other = ranks.run(4, _weights, sizes, strategy, bucketing, odd)[0]
         assert alone.keys() == other.keys()
         assert all((alone[name] == other[name]).all() for name in alone)
@@ -261,17 +282,17 @@ def _initial_strange():
     with build_on_meta():
         model = Strange()
     model = parallelize(model, build_mesh(MeshSpec(), "hybrid"), seed=1)
-    return model.window.sum().item(), training.whole(model.gates["a"].scale).mean().item()
+    return model.window.sum().item(), training.full_tensor_of(model.gates["a"].scale).mean().item()
 
 
-def test_meta_models_get_buffers_and_each_modules_own_initializer(ranks):
+def test_meta_models_are_materialized_with_buffers_and_reset_parameters(ranks):
     window, scale = ranks.run(4, _initial_strange)[0]
     assert window == pytest.approx(torch.hann_window(10).sum().item())
     assert 0.5 < scale < 1.5
 
 
 def _without_values():
-    """What is said of models that have no values, or others on each rank."""
+    """Return the errors for models without values, or with different values on each rank."""
     mesh = build_mesh(MeshSpec(), "hybrid")
     with build_on_meta():
         strange, bare = Strange(), nn.Linear(4, 4)
@@ -283,7 +304,7 @@ def _without_values():
     return told
 
 
-def test_models_without_values_and_ranks_with_different_ones_are_refused(ranks):
+def test_meta_models_without_initializer_and_unequal_ranks_are_refused(ranks):
     for no_seed, no_initializer, different in ranks.run(2, _without_values):
         assert "give the seed" in no_seed
         assert no_initializer.startswith("position: set inside build_on_meta by none of")
@@ -295,7 +316,7 @@ def _mixed_norms(norm_types):
     mesh = build_mesh(MeshSpec(tensor=2), "hybrid")
     with build_on_meta():
         model = training.build_llama()
-    # One block's feed-forward alone is split.
+    # Only one block's feed-forward is split.
     plan = {
         "layers.*.feed_forward.w[13]": "colwise",
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Replicate()),
@@ -306,9 +327,9 @@ def _mixed_norms(norm_types):
     for norm_type in norm_types:
         model.zero_grad()
         model(torch.arange(32).view(2, 16)).square().sum().backward()
-        whole = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
+        whole = torch.cat([training.full_tensor_of(p.grad).flatten() for p in model.parameters()])
         ours = clip_gradient_norm(model.parameters(), 1e-3, norm_type).item()
-        after = torch.cat([training.whole(p.grad).flatten() for p in model.parameters()])
+        after = torch.cat([training.full_tensor_of(p.grad).flatten() for p in model.parameters()])
         found.append((ours, whole.norm(norm_type).item(), after.norm(norm_type).item()))
     return found
 

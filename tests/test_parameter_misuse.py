@@ -100,7 +100,7 @@ def _stash_itself(block):
 
 
 class Writer(nn.Module):
-    """Leaves its result in what it was given."""
+    """Write the result into the input."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ def _share(model):
 
 
 class Misuse(Training):
-    """What scripts do that is refused."""
+    """Misuse in scripts that is refused."""
 
     def set_data(self):
         self.step()
@@ -234,7 +234,8 @@ HELD = "blocks.0.{} holds {}blocks.0.up.weight in a plain"
 REFUSED = {
     "clamp": (Training.step, {"act": _clamp}, f"blocks.0.up.weight {WRITTEN}"),
     "clamp without gradients": (Training.evaluate, {"act": _clamp}, f"blocks.0.up.weight {WRITTEN}"),
-    # Rank 0 of each shard group alone sees it, and the agreement tells the others.
+    # Only rank 0 of each shard group sees it, and the all-reduce of the step status informs the
+    # other ranks.
     "a row": (Training.step, {"act": _fill_a_row}, f"blocks.[01].up.weight {WRITTEN}"),
     "frozen": (Training.step, {"act": _move_frozen}, f"blocks.0.frozen {WRITTEN}"),
     "stash": (Training.step, {"act": _stash}, "blocks.[01].kept keeps the unsharded blocks.[01].up.weight"),
@@ -273,7 +274,7 @@ REFUSED = {
 
 
 def _refusals(strategy):
-    """What each case says on this rank; the package must have raised it."""
+    """Return the error of each case on this rank; the package must have raised it."""
     mesh = build_mesh(MeshSpec(**MESHES[strategy]), strategy)
     told = {}
     for name, (act, settings, _) in REFUSED.items():
@@ -294,7 +295,7 @@ def _keep_clone(block):
 
 
 class Use(Training):
-    """What scripts do that is right; returned are other values to compare than the parameters."""
+    """Correct use in scripts; returns values for comparison other than the parameters."""
 
     def build_after_evaluation(self):
         self.evaluate()
@@ -317,7 +318,7 @@ class Use(Training):
         self.optimizer = torch.optim.AdamW(self.live, lr=0.1, foreach=True)
         for _ in range(2):
             self.forward().backward()
-            loss = self.forward()  # nobody calls its backward
+            loss = self.forward()  # its backward is never called
             self.optimizer.step()
             self.optimizer.zero_grad()
         return [loss.detach()]
@@ -392,7 +393,7 @@ RIGHT = {
 
 
 def _results(strategy):
-    """By case the whole parameters after it, and what else it returns."""
+    """Return by case the unsharded parameters after it, and its other results."""
     mesh = build_mesh(MeshSpec(**MESHES[strategy]), strategy) if strategy else None
     found = {}
     for name, (act, settings) in RIGHT.items():
@@ -411,7 +412,7 @@ def _results(strategy):
     "strategy",
     ["hybrid", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero3", "ddp"))],
 )
-def test_misuse_of_parameters_is_right_or_refused_by_name(ranks, strategy):
+def test_misuse_of_parameters_is_correct_or_refused_by_name(ranks, strategy):
     right = ("number", "row of data") if strategy == "ddp" else ()
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():

@@ -1,7 +1,9 @@
-"""The heart: losses, gradient norms and weights do not depend on the layout, and equal plain PyTorch.
+"""The heart: losses, gradient norms and weights do not depend on the layout, and equal plain
+PyTorch.
 
-The reference has none of our code in its loop: one process, the whole global batch, torch's cross-entropy and clipping. Targets
-are partly ignored, unevenly over the sequences, so that a mean of rank means would be seen.
+The reference has none of our code in its loop: one process, the whole global batch, torch's cross-
+entropy and clipping. Targets are partly ignored, unevenly over the sequences, so that a mean of
+rank means would be seen.
 """
 
 import itertools
@@ -25,7 +27,7 @@ def named(case: tuple[Any, ...]) -> str:
 
 
 def pairwise(product: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A subset in which every pair of values of two dimensions still occurs, chosen greedily."""
+    """Return a subset that contains every pair of values of two dimensions, chosen greedily."""
 
     def pairs(case: tuple[Any, ...]) -> set[Any]:
         return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
@@ -78,7 +80,7 @@ def layout(strategy: str, bucketing: str) -> dict[str, Any]:
 
 
 def world_of(strategy: str, tensor: int) -> int:
-    """The smallest world in which every axis that the strategy uses is larger than one."""
+    """The smallest world size with more than one rank on every axis that the strategy uses."""
     return 4 if strategy.startswith("hybrid") or tensor > 1 else 2
 
 
@@ -100,7 +102,7 @@ BOUNDS = {
 
 
 def check(ranks, world, mesh, config, *, precision="fp64", steps=3, **options):
-    """Some steps equal those of plain PyTorch; returns the differences."""
+    """Assert that some steps equal plain PyTorch; return the differences."""
     config = {**config, "precision": precision}
     run = ranks.run(world, training.train, mesh, config, steps=steps, **options)[0]
     expected = reference(torch.float64 if precision == "fp64" else torch.float32, steps)
@@ -132,7 +134,7 @@ def test_fp32_equals_plain_pytorch_on_every_layout(ranks, case):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", FULL, ids=named)
-def test_every_layout_of_the_full_product(ranks, record_property, case):
+def test_fp64_equals_plain_pytorch_on_the_full_product_of_layouts(ranks, record_property, case):
     for precision, steps in (("fp64", 50), ("fp32", 10)):
         for name, value in check_case(ranks, case, precision=precision, steps=steps).items():
             # kept by pytest -o junit_family=xunit1 --junitxml=FILE
@@ -154,15 +156,22 @@ def test_fp64_equals_plain_pytorch_with_tensor_axis_of_four(ranks):
 
 
 # The cases above accumulate with reduce_scatter_only.
-@pytest.mark.parametrize(("strategy", "mode"), [
-    ("hybrid", "full"), ("hybrid", "none"), ("ddp", "none"), ("hybrid_full", "full"), ("hybrid_full", "none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("hybrid", "full"),
+        ("hybrid", "none"),
+        ("ddp", "none"),
+        ("hybrid_full", "full"),
+        ("hybrid_full", "none"),
+    ],
+)
 def test_accumulation_modes_give_the_same_result(ranks, mode, strategy):
     check(ranks, 4, {}, {"strategy": strategy}, accumulation=2, during_accumulation=mode)
 
 
 @pytest.mark.parametrize(("strategy", "tensor"), [("ddp", 1), ("zero3", 2), ("hybrid_full", 1)])
-def test_averages_and_copies_equal_those_of_plain_pytorch(ranks, strategy, tensor):
+def test_ema_weights_and_copies_equal_plain_pytorch(ranks, strategy, tensor):
     config = {"strategy": strategy, "precision": "fp64"}
     world = world_of(strategy, tensor)
     run = ranks.run(world, training.train, {"tensor": tensor}, config, steps=3, decay=0.9)[0]
@@ -190,8 +199,9 @@ LAYOUTS = {
 }
 WIDE = {"storage": "fp64", "param": "fp64", "reduce": "fp64"}
 LOW = {"storage": "fp64", "param": "bf16", "reduce": "fp64", "output": "fp64"}
-# Each case has its fields, and the same without what is tested. Weights and losses are kept in fp64, so that the order of a sum
-# cannot flip how a weight is rounded to `param`, and what is computed in bf16 is equal to the last bit.
+# Each case runs with its fields, and without the tested field. Weights and losses are kept in
+# fp64, so that the order of a sum cannot change how a weight is rounded to `param`, and bf16
+# computations are bitwise equal.
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "output": ({**WIDE, "output": "bf16"}, WIDE),
     "buffers": ({**WIDE, "buffers": "bf16"}, WIDE),
@@ -212,11 +222,13 @@ ON_LAYOUTS = [(field, "zero3") for field in FIELDS]
 for number, field in enumerate(FIELDS):
     other = ("hybrid", "tensor")[number % 2]
     ON_LAYOUTS.append(pytest.param(field, other, marks=pytest.mark.slow))
-# Measured on zero3 and hybrid: loss 4e-16 (5e-8 with bf16 outputs, whose loss is summed in fp32), norm 1e-7 (of bf16 gradients;
-# else 3e-12), weights 1e-9 with fp32_modules, else 1e-15. A field left out changes weights by 8e-5 at least.
+# Measured on zero3 and hybrid: loss 4e-16 (5e-8 with bf16 outputs and a loss summed in fp32), norm
+# 1e-7 (of bf16 gradients; else 3e-12), weights 1e-9 with fp32_modules, else 1e-15. An omitted
+# field changes weights by 8e-5 at least.
 EXACT = {"losses": 1e-12, "norm": 3e-7, "weights": 3e-9}
-# With a tensor axis, partial sums of bf16 products are rounded before they are added, which one process does not do. Measured:
-# loss 5e-5, norm 2.4e-4, weights 1e-2 (AdamW's first steps are as large for a gradient of rounding noise as for any other).
+# With a tensor axis, partial sums of bf16 products are rounded before they are added, which one
+# process does not do. Measured: loss 5e-5, norm 2.4e-4, weights 1e-2 (AdamW's first steps are as
+# large for a gradient of rounding noise as for any other).
 ROUNDED = {"losses": 1.5e-4, "norm": 1e-3, "weights": 3e-2}
 
 
@@ -242,14 +254,16 @@ def test_every_precision_field_equals_plain_pytorch_in_its_dtypes(ranks, field, 
         assert training.differences(other, expected)["weights"] > 2e-5
 
 
-# Largest relative difference of a loss from the fp32 reference over 20 steps, measured here on all strategies x tensor 1 and 2 by
-# `python tools/bench/precision.py`; the bound is about three times that.
+# Largest relative difference of a loss from the fp32 reference over 20 steps, measured here on all
+# strategies x tensor 1 and 2 by `python tools/bench/precision.py`; the bound is about three times
+# that.
 PRECISION_BOUNDS = {"bf16": 2e-4, "bf16_reduce_bf16": 2.2e-4, "fp16": 3e-5}
-# The same from plain PyTorch in the same dtypes, over 8 steps. Equal weights go into the first step alone. After it they differ in
-# the last bit of fp32 (kernels of another CPU add in another order), now and then one is rounded to `param` the other way, and
-# every step amplifies that. Measured: 3.2e-5 between CPUs; up to 8e-5 and 3.4e-6 (fp16) where initial weights are moved by a last
-# bit. That is as much as bf16 does itself (5e-5, fp16 4e-6), so the first step is what shows in which dtype something is computed:
-# there bf16 changes the loss by 1.5e-5 and the norm by 1.6e-4, fp16 the norm by 2e-5.
+# The same from plain PyTorch in the same dtypes, over 8 steps. Weights are equal only in the first
+# step. After it they differ in the last bit of fp32 (kernels of another CPU add in another order),
+# now and then one is rounded to `param` the other way, and every step amplifies the difference.
+# Measured: 3.2e-5 between CPUs; up to 8e-5 and 3.4e-6 (fp16) with initial weights moved by a last
+# bit. bf16 changes as much (5e-5, fp16 4e-6), so only the first step shows the dtype of a
+# computation: there bf16 changes the loss by 1.5e-5 and the norm by 1.6e-4, fp16 the norm by 2e-5.
 SAME_DTYPES = {"bf16": 1e-4, "bf16_reduce_bf16": 1e-4, "fp16": 1e-5}
 FIRST_STEP = 1e-6
 

@@ -1,4 +1,6 @@
-"""Memory and bytes that are computed from shapes against real parallelized models on a process group without processes."""
+"""Memory and bytes that are computed from shapes against real parallelized models on a process
+group without processes.
+"""
 
 import dataclasses
 from typing import Any
@@ -33,7 +35,7 @@ def compare(
     optimizer: OptimizerConfig = ADAMW,
     accumulation: int = 1,
 ) -> StateBytes:
-    """Asserts that the first rank of the real model has what is computed; returns that."""
+    """Assert that the first rank of the real model has the computed states; return these states."""
     with build_on_meta():
         plain = MODELS[name]()
     layout = layout_of(plain, sizes, config, optimizer, accumulation)
@@ -41,8 +43,9 @@ def compare(
     computed = state_bytes(layout)
     assert computed == real.states
     predicted = predicted_bytes(layout)
-    # Muon's bytes are a mean over the ranks, DiLoCo adds norms, and rows of odd sizes are padded to
-    # the replicas that split the updates: large only beside models as small as these.
+    # Muon's bytes are a mean over the ranks, DiLoCo adds norms, and rows of odd sizes are padded
+    # to the replicas that split the updates: large only in comparison with models as small as
+    # these.
     is_exact = optimizer.name != "muon" and config.sync.name != "diloco"
     for axis in ("replicate", "shard"):
         sent, expected = (of[f"comm/{axis}/bytes"] for of in (real.moved, predicted))
@@ -103,7 +106,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int], OptimizerConfig, dict[str, Any
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_memory_and_bytes_are_those_of_the_real_model(case):
+def test_planned_memory_and_bytes_equal_the_real_model(case):
     name, sizes, optimizer, settings = CASES[case]
     config = ParallelConfig(**settings)
     computed = compare(name, sizes, config, optimizer, accumulation=3)
@@ -133,7 +136,7 @@ def test_no_rank_exceeds_the_peak_memory_rank(strategy, sizes, name):
     assert min(totals) < largest.total
 
 
-def test_shapes_are_not_collected_beside_a_process_group():
+def test_planning_next_to_a_process_group_is_refused():
     with fake_process_group(2), pytest.raises(ConfigError) as caught, fake_process_group(2):
         pass
     assert "has a process group already" in str(caught.value)

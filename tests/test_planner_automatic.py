@@ -16,12 +16,22 @@ from parallel2d.parallel.parallelize.preconditions import check_arguments
 
 # 80,000 parameters: 1.3 MB of states in one piece.
 JOB = (
-    *SMALL, "model.dim=64", "model.hidden_dim=128", "strategy=auto", "mesh.tensor=1", "bucketing=block", "activation_checkpointing=none", "train.micro_batch_size=1",
-)  # fmt: skip
+    *SMALL,
+    "model.dim=64",
+    "model.hidden_dim=128",
+    "strategy=auto",
+    "mesh.tensor=1",
+    "bucketing=block",
+    "activation_checkpointing=none",
+    "train.micro_batch_size=1",
+)
 SPEEDS = (
-    "cluster.device.peak_tflops.fp32=0.05", "cluster.device.efficiency=0.5", "cluster.device.memory_gb_per_s=10",
-    "cluster.inside_node={up_gbit: 8, down_gbit: 8, latency_us: 50}", "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
-)  # fmt: skip
+    "cluster.device.peak_tflops.fp32=0.05",
+    "cluster.device.efficiency=0.5",
+    "cluster.device.memory_gb_per_s=10",
+    "cluster.inside_node={up_gbit: 8, down_gbit: 8, latency_us: 50}",
+    "cluster.between_nodes={up_gbit: 0.1, down_gbit: 0.1, latency_us: 200}",
+)
 PLENTY = "cluster.device.memory_gib=4"
 # Enough for a step of half the model, and not for one of the whole.
 LITTLE = "cluster.device.memory_gib=0.0016"
@@ -33,24 +43,24 @@ def chosen(nodes, ranks, *words):
 
 
 @pytest.mark.slow
-def test_memory_and_links_decide():
+def test_automatic_layout_follows_memory_and_links():
     whole, lines = chosen(1, 2, PLENTY)
     assert (whole.strategy.name, whole.mesh.replicate, whole.mesh.shard) == ("ddp", 2, 1)
     assert lines[0].startswith("layout      strategy=ddp mesh.replicate=2 mesh.shard=1")
     assert any(line.startswith("runner-up   strategy=") for line in lines)
-    # Two nodes of two ranks, on which a whole copy does not fit: sharded inside nodes alone.
+    # Two nodes of two ranks that cannot hold a full copy: sharded only inside nodes.
     split, lines = chosen(2, 4, LITTLE)
     assert split.strategy.name.startswith("hybrid")
     assert (split.mesh.replicate, split.mesh.shard) == (2, 2)
     assert "exposed on the replicate axis" in lines[-1]
-    # The machines of `cluster` are those that the job has found, not a part of the result.
+    # The job has found the machines of `cluster`; they are not a part of the result.
     assert split.cluster.nodes == "auto"
-    # What is named stays.
+    # Named keys keep their values.
     assert chosen(1, 4, PLENTY, "mesh.shard=2")[0].mesh.shard == 2
 
 
 @pytest.mark.slow
-def test_without_figures_of_the_machines_nothing_is_chosen():
+def test_automatic_layout_needs_cluster_figures():
     with pytest.raises(ConfigError) as caught:
         with_chosen_layout(compose(list(JOB)).config, list(JOB), 1, 2)
     assert str(caught.value).startswith("auto: layouts cannot be ranked: cluster.")
@@ -59,7 +69,7 @@ def test_without_figures_of_the_machines_nothing_is_chosen():
         chosen(2, 5)
 
 
-def test_a_loop_of_ones_own_names_its_strategy():
+def test_custom_loop_must_name_its_strategy():
     with pytest.raises(ConfigError, match="strategy=auto is not one of ddp"):
         ParallelConfig("auto")
     config = ParallelConfig(StrategyConfig("auto"))
@@ -75,7 +85,7 @@ def _mesh():
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_be_chosen(capsys):
+def test_dry_run_prints_the_automatic_layout(capsys):
     words = [*JOB, *SPEEDS, PLENTY, "launch.nproc_per_node=2"]
     assert train.main([*words, "plan.dry_run=true"]) == 0
     dry = capsys.readouterr().out
@@ -100,7 +110,7 @@ def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
     layout = json.loads((folder / "run" / "layout.json").read_text())
     assert layout["strategy"].startswith("zero")
     assert layout["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
-    # What was asked for is asked for again by the command that goes on.
+    # The command that resumes repeats the requested overrides.
     (go_on,) = [line for line in done.stderr.splitlines() if line.startswith("go on")]
     assert " strategy=auto " in go_on
     more = execute(folder, *words, "train.steps=6", launcher=launcher)

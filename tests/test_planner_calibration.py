@@ -1,4 +1,6 @@
-"""What the planner knows of a cluster: presets, measured files, the fit of a link, and what gloo's collectives cost."""
+"""The planner's knowledge of a cluster: presets, measured files, the fit of a link, and the cost
+of gloo's collectives.
+"""
 
 import math
 import os
@@ -27,7 +29,7 @@ def samples(latency: float, bytes_per_s: float) -> list[CollectiveSample]:
     return found
 
 
-def test_words_beside_a_cluster_file_go_before_it(tmp_path):
+def test_overrides_take_precedence_over_the_cluster_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("name: it's mine\nnodes: 2\ndevice: {efficiency: 0.5, memory_gib: null}\n")
     for words in (["cluster.nodes=4", f"cluster={path}"], [f"cluster={path}", "cluster.nodes=4"]):
@@ -35,17 +37,20 @@ def test_words_beside_a_cluster_file_go_before_it(tmp_path):
         assert (cluster.name, cluster.nodes, cluster.device.efficiency) == ("it's mine", 4, 0.5)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("nodes: [", "while parsing"),
-    ("42", "no cluster file"),
-    ("nodes: [1]", "is no value"),
-    ("a b: 1", "is no key"),
-    (None, "No such file"),
-    ("name: '${oc.env:HOME}'", "is an interpolation"),
-    ("name: &a x\ndevice: {name: *a}", "an alias"),
-    ("[" * 5000, "nested too deep"),
-])  # fmt: skip
-def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: [", "while parsing"),
+        ("42", "no cluster file"),
+        ("nodes: [1]", "is no value"),
+        ("a b: 1", "is no key"),
+        (None, "No such file"),
+        ("name: '${oc.env:HOME}'", "is an interpolation"),
+        ("name: &a x\ndevice: {name: *a}", "an alias"),
+        ("[" * 5000, "nested too deep"),
+    ],
+)
+def test_invalid_cluster_file_is_refused(tmp_path, text, message):
     path = tmp_path / "mine.yaml"
     if text is not None:
         path.write_text(text)
@@ -53,13 +58,13 @@ def test_a_file_that_is_no_cluster_file_is_refused(tmp_path, text, message):
         compose([f"cluster={path}"])
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_cluster_file_that_is_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "mine.yaml")
     with pytest.raises(ConfigError, match="not a regular file"):
         compose([f"cluster={tmp_path}/mine.yaml"])
 
 
-def test_keys_and_values_of_a_file_are_checked_as_words_are(tmp_path):
+def test_cluster_file_is_validated_like_overrides(tmp_path):
     path = tmp_path / "mine.yaml"
     for text, message in (("nodez: 2", "nodez"), ("device: {efficiency: 2}", "efficiency")):
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""``plan.dry_run=true``: what a job would do, started nowhere."""
+"""``plan.dry_run=true``: the plan of a job that is not started."""
 
 import dataclasses
 import json
@@ -15,11 +15,21 @@ from parallel2d.base.config.composition import compose
 from parallel2d.instruments.planner.layout_cost import cost_of
 from parallel2d.instruments.planner.plan_text import shortage, summary
 
-# A model whose gathered blocks, logits and activations are all of about a size.
+# A model with unsharded blocks, logits and activations of similar sizes.
 SMALL = (
-    "model.dim=256", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=8", "model.hidden_dim=512", "model.vocab_size=1024",
-    "train.seq_len=128", "train.micro_batch_size=2", "train.global_batch_size=64", "cluster.device.type=cpu", "cluster.ranks_per_node=8", "plan.verify=true",
-)  # fmt: skip
+    "model.dim=256",
+    "model.n_layers=4",
+    "model.n_heads=8",
+    "model.n_kv_heads=8",
+    "model.hidden_dim=512",
+    "model.vocab_size=1024",
+    "train.seq_len=128",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=64",
+    "cluster.device.type=cpu",
+    "cluster.ranks_per_node=8",
+    "plan.verify=true",
+)
 
 
 def config_of(*words):
@@ -27,7 +37,7 @@ def config_of(*words):
 
 
 @pytest.mark.slow
-def test_a_plan_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+def test_plan_leaves_no_files_or_process_group(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [*SMALL, "cluster.device.memory_gib=80", "cluster.nodes=2", "plan.dry_run=true"]
     assert plan.main(words) == 0
@@ -53,7 +63,7 @@ def test_the_train_command_plans_instead_of_training(capsys):
     assert "as traced" not in dry
 
 
-def test_what_does_not_fit_is_one_sentence_with_both_numbers(capsys):
+def test_plan_over_the_memory_limit_names_both_numbers(capsys):
     words = [*SMALL, "plan.verify=false", "cluster.device.memory_gib=0.01", "plan.dry_run=true"]
     assert plan.main(words) == 1
     error = capsys.readouterr().err
@@ -64,7 +74,7 @@ def test_what_does_not_fit_is_one_sentence_with_both_numbers(capsys):
     )
 
 
-def test_without_the_peak_the_states_alone_decide():
+def test_plan_without_peak_compares_the_states_with_the_memory():
     config = config_of("plan.verify=false", "cluster.device.memory_gib=0.001")
     found = cost_of(config)
     assert "at its peak" in shortage(config, found)
@@ -74,15 +84,21 @@ def test_without_the_peak_the_states_alone_decide():
     assert shortage(config, found) is None
 
 
-def test_what_cannot_run_is_refused(capsys, tmp_path, monkeypatch):
+def test_plan_of_an_invalid_run_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, message in (
-        (["cluster.nodes=2", "mesh.shard=2", "mesh.tensor=8", "model.n_kv_heads=4"], "does not divide the heads"),
+        (
+            ["cluster.nodes=2", "mesh.shard=2", "mesh.tensor=8", "model.n_kv_heads=4"],
+            "does not divide the heads",
+        ),
         (["cluster.nodes=1000000"], "are more than 1,000,000 ranks"),
         (["optimizer.groups=[{pattern: nothing, lr_scale: 0.1}]"], "matches no parameter"),
         (["data=custom", "data.target=no.such:thing"], "cannot be imported"),
-        (["cpu_offload=true", "cluster.device.type=cuda", "strategy=zero3"], "use plan.verify=false"),
-    ):  # fmt: skip
+        (
+            ["cpu_offload=true", "cluster.device.type=cuda", "strategy=zero3"],
+            "use plan.verify=false",
+        ),
+    ):
         with pytest.raises(ConfigError, match=message):
             cost_of(jobs.config_of([*SMALL, *words]))
     assert plan.main(["-m", *SMALL, "strategy=ddp,zero3"]) == 2
@@ -100,7 +116,7 @@ class Looking(nn.Module):
         return self.layers(tokens)
 
 
-def test_a_model_that_looks_at_values_has_a_plan_without_its_peak():
+def test_model_with_data_dependent_code_is_planned_without_peak():
     words = ["model=custom", "model.target=test_planner_command:Looking"]
     words += ["model.arguments.vocabulary=300"]
     with pytest.raises(ConfigError, match="use plan.verify=false"):
@@ -126,12 +142,16 @@ def test_ranks_of_torchrun_do_not_plan(tmp_path):
 @pytest.mark.parametrize(
     "words", [("strategy=hybrid_full", "precision=bf16"), ("mesh.tensor=2", "optimizer=muon")]
 )
-def test_a_run_has_the_mesh_and_the_bytes_of_its_plan(words, tmp_path, monkeypatch):
+def test_run_has_mesh_and_bytes_of_its_plan(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = (
-        "model.n_layers=2", "train.steps=2", "train.validate_every=0", "checkpoint.enabled=false", "metrics.console=silent",
+        "model.n_layers=2",
+        "train.steps=2",
+        "train.validate_every=0",
+        "checkpoint.enabled=false",
+        "metrics.console=silent",
         "metrics.log_every=1",
-    )  # fmt: skip
+    )
     planned = cost_of(compose([*job, *words]).config)
     assert train.main([*job, *words, f"hydra.run.dir={tmp_path}/run"]) == 0
     layout = json.loads((tmp_path / "run" / "layout.json").read_text())

@@ -1,4 +1,6 @@
-"""FLOPs and peaks of deep models from few of their blocks, beside those of all of them."""
+"""FLOPs and peaks of deep models from few of their blocks, compared with the figures of all
+blocks.
+"""
 
 import functools
 from typing import Any
@@ -34,13 +36,13 @@ def counted_runs(monkeypatch) -> list[int]:
 
 
 def both_counts(model: nn.Module, loss: Any = loss_of_logits) -> tuple[int | None, int | None]:
-    """FLOPs as counted, and those of a run of all blocks."""
+    """Counted FLOPs, and the FLOPs of a run of all blocks."""
     all_blocks = flop_counts._count(model, EXAMPLE, loss)
     return count_flops(model, EXAMPLE, loss), all_blocks and all_blocks["flops"]
 
 
 class Encoder(nn.Module):
-    """Two stacks of different blocks, of which the second sees the first's output in each block."""
+    """Two stacks of different blocks; each block of the second reads the output of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class Alternating(nn.Module):
 
 
 @pytest.mark.slow
-def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
+def test_flops_of_deep_models_count_all_their_blocks(monkeypatch):
     with torch.device("meta"):
         deep, encoder, alternating, odd = small_llama(n_layers=20), Encoder(), Alternating(), Odd()
     # Frozen blocks and tied weights count as they are.
@@ -98,7 +100,7 @@ def test_flops_of_deep_models_are_those_of_all_their_blocks(monkeypatch):
     assert runs[-1] == sum(parameter.numel() for parameter in alternating.parameters())
 
 
-def test_equal_blocks_stand_beside_each_other_and_what_cannot_be_measured_is_none():
+def test_adjacent_equal_blocks_are_grouped_and_unmeasurable_figures_are_none():
     blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
     blocks[9].bias.requires_grad = False
     (stack,) = find_equal_blocks(nn.Sequential(blocks))
@@ -108,11 +110,19 @@ def test_equal_blocks_stand_beside_each_other_and_what_cannot_be_measured_is_non
 
 # By model: the layouts, of any two settings, and the bounds of the error.
 PEAKS = {
-    "llama": (("hybrid, selective", "zero2", "tensor 2", "hybrid_full, bf16 between replicas"), -0.005, 0.04),
+    "llama": (
+        ("hybrid, selective", "zero2", "tensor 2", "hybrid_full, bf16 between replicas"),
+        -0.005,
+        0.04,
+    ),
     "llama, large vocabulary": (("hybrid",), -0.001, 0.01),
     "llama, large vocabulary, loss_chunk": (("zero2",), -0.001, 0.01),
-    "mlp": (("hybrid, by layer", "hybrid, whole gradients kept", "zero3, full recomputation, by layer"), -0.03, 0.06),
-}  # fmt: skip
+    "mlp": (
+        ("hybrid, by layer", "hybrid, whole gradients kept", "zero3, full recomputation, by layer"),
+        -0.03,
+        0.06,
+    ),
+}
 
 
 def test_the_predicted_peak_is_the_traced_one():

@@ -13,9 +13,18 @@ from parallel2d.instruments.planner.scaling import COMPARED, ScalingPoint, scale
 
 # Two nodes of eight ranks, one sequence each.
 JOB = (
-    "model.dim=512", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=4", "model.hidden_dim=1024", "train.seq_len=128",
-    "precision=bf16", "cluster=h100_100g", "cluster.nodes=2", "train.global_batch_size=16", "mesh.tensor=1",
-)  # fmt: skip
+    "model.dim=512",
+    "model.n_layers=4",
+    "model.n_heads=4",
+    "model.n_kv_heads=4",
+    "model.hidden_dim=1024",
+    "train.seq_len=128",
+    "precision=bf16",
+    "cluster=h100_100g",
+    "cluster.nodes=2",
+    "train.global_batch_size=16",
+    "mesh.tensor=1",
+)
 
 
 @functools.cache
@@ -52,28 +61,32 @@ def test_a_fixed_batch_leaves_layouts_out_that_it_does_not_divide():
 
 
 @pytest.mark.slow
-def test_what_leaves_hosts_is_what_waits():
+def test_exposed_time_of_scaling_is_inter_node_communication():
     inside, crossing = weak()[0].best, weak()[-1].best
     assert [wait_between_hosts(inside[name]) for name in COMPARED] == [0, 0, 0]
     assert wait_between_hosts(crossing["zero3"]) > wait_between_hosts(crossing["hybrid"]) > 0.1
     assert crossing["zero3"].time.samples_per_s < crossing["hybrid"].time.samples_per_s
 
 
-@pytest.mark.parametrize(("word", "message"), [
-    ("strategy=ddp", "plan.scaling: omit strategy, which the table compares or varies"),
-    ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
-    (
-        "train.global_batch_size=17",
-        "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
-    ),
-    ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
-    pytest.param(
-        "cluster.device.memory_gib=0.00001", "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks",
-        marks=pytest.mark.slow,
-    ),
-    ("precision.float8=tensorwise", "layouts cannot be ranked"),
-])  # fmt: skip
-def test_what_cannot_be_scaled_is_one_sentence(word, message):
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("strategy=ddp", "plan.scaling: omit strategy, which the table compares or varies"),
+        ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
+        (
+            "train.global_batch_size=17",
+            "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
+        ),
+        ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
+        pytest.param(
+            "cluster.device.memory_gib=0.00001",
+            "plan.scaling=weak: no layout can run and fit on 8 to 16,384 ranks",
+            marks=pytest.mark.slow,
+        ),
+        ("precision.float8=tensorwise", "layouts cannot be ranked"),
+    ],
+)
+def test_invalid_scaling_request_gives_one_sentence(word, message):
     with pytest.raises(ConfigError) as caught:
         scaled("plan.scaling=weak", word)
     assert message in str(caught.value)

@@ -17,11 +17,21 @@ from parallel2d.instruments.planner.layout_search import (
 )
 from parallel2d.instruments.planner.plan_text import ranking_lines
 
-# Two nodes of four ranks. Activations are most of what a rank needs.
+# Two nodes of four ranks. Activations are most of the memory of a rank.
 JOB = (
-    "model.dim=128", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=4", "model.hidden_dim=256", "train.seq_len=128",
-    "train.global_batch_size=32", "precision=bf16", "cluster=h100_100g", "cluster.nodes=2", "cluster.ranks_per_node=4", "mesh.tensor=1",
-)  # fmt: skip
+    "model.dim=128",
+    "model.n_layers=2",
+    "model.n_heads=4",
+    "model.n_kv_heads=4",
+    "model.hidden_dim=256",
+    "train.seq_len=128",
+    "train.global_batch_size=32",
+    "precision=bf16",
+    "cluster=h100_100g",
+    "cluster.nodes=2",
+    "cluster.ranks_per_node=4",
+    "mesh.tensor=1",
+)
 UNTRACED = "plan.verify=false"
 
 
@@ -31,13 +41,13 @@ def found(*words: str) -> SearchResult:
 
 
 @pytest.mark.slow
-def test_the_fastest_is_chosen_where_all_fit():
+def test_search_chooses_the_fastest_layout_that_fits():
     result = found(UNTRACED)
     seconds = [layout.time.seconds.total for layout in result.ranked]
     assert seconds == pytest.approx(sorted(seconds), rel=1e-5)
     assert result.chosen is result.ranked[0]
     assert all(layout.reason for layout in result.ranked[1:])
-    # The arithmetic of a search is that of each layout alone.
+    # The arithmetic of a search equals the arithmetic of each single layout.
     for layout in result.ranked[::40]:
         alone = cost_of(layout.config)
         assert alone.time.seconds.total == pytest.approx(layout.time.seconds.total)
@@ -64,8 +74,13 @@ def test_every_strategy_and_mesh_is_tried():
     }
 
 
-def test_what_is_given_stays():
-    words = ["strategy=hybrid", "mesh.shard=2", "train.micro_batch_size=2", "activation_checkpointing=full"]  # fmt: skip
+def test_search_keeps_given_keys():
+    words = [
+        "strategy=hybrid",
+        "mesh.shard=2",
+        "train.micro_batch_size=2",
+        "activation_checkpointing=full",
+    ]
     result = found(UNTRACED, *words, "activation_checkpointing.every=2")
     (layout,) = result.ranked
     given = (words[0], "mesh.replicate=4", words[1], "mesh.tensor=1", words[3], words[2])
@@ -75,7 +90,7 @@ def test_what_is_given_stays():
     assert {layout.words[0] for layout in named.ranked} == {"strategy=zero2"}
 
 
-def test_the_chosen_one_was_traced_and_fits_and_the_faster_ones_do_not():
+def test_chosen_layout_was_traced_and_faster_layouts_do_not_fit():
     fastest = search_traced(100)
     limit = fastest.chosen.cost.traced / 2**30 * 0.9
     result = search_traced(limit)
@@ -92,12 +107,23 @@ def search_traced(memory_gib: float) -> SearchResult:
     return found(f"cluster.device.memory_gib={memory_gib}", *words)
 
 
-@pytest.mark.parametrize(("word", "begin", "end"), [
-    ("cluster.device.memory_gib=0.00001", "no layout fits: the smallest of", "take more nodes"),
-    ("train.global_batch_size=7", "no layout can run; the first one: train.global_batch_size=7 is not divisible", ""),
-    ("precision.float8=tensorwise", "layouts cannot be ranked: compute in 8-bit floats", "plans the one that is given"),
-])  # fmt: skip
-def test_what_cannot_be_searched_is_one_sentence(word, begin, end):
+@pytest.mark.parametrize(
+    ("word", "begin", "end"),
+    [
+        ("cluster.device.memory_gib=0.00001", "no layout fits: the smallest of", "take more nodes"),
+        (
+            "train.global_batch_size=7",
+            "no layout can run; the first one: train.global_batch_size=7 is not divisible",
+            "",
+        ),
+        (
+            "precision.float8=tensorwise",
+            "layouts cannot be ranked: compute in 8-bit floats",
+            "plans the one that is given",
+        ),
+    ],
+)
+def test_invalid_search_gives_one_sentence(word, begin, end):
     with pytest.raises(ConfigError) as caught:
         found(UNTRACED, word)
     assert str(caught.value).startswith(begin)
@@ -105,7 +131,7 @@ def test_what_cannot_be_searched_is_one_sentence(word, begin, end):
 
 
 @pytest.mark.slow
-def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatch):
+def test_printed_command_reproduces_the_plan(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert plan.main([*JOB, UNTRACED, "plan.json=plan.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -123,9 +149,15 @@ def test_the_printed_command_runs_and_says_the_same(capsys, tmp_path, monkeypatc
     assert "plan.json=plan.json cannot be written: File exists" in capsys.readouterr().err
 
 
-def test_a_command_line_keeps_what_is_given_and_quotes_it():
+def test_printed_command_keeps_and_quotes_given_overrides():
     chosen = found(UNTRACED).chosen
-    given = ["model=custom", "data.path=two words", "strategy=ddp", "mesh.tensor=1", "plan.verify=false"]  # fmt: skip
+    given = [
+        "model=custom",
+        "data.path=two words",
+        "strategy=ddp",
+        "mesh.tensor=1",
+        "plan.verify=false",
+    ]
     line = command_line(given, chosen)
     assert "model=custom 'data.path=two words' strategy=" in line
     assert line.count("strategy=") == 1

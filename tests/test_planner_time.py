@@ -29,8 +29,9 @@ def placed(shape: MeshShape, dim: int, hosts: int):
 
 
 def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
-    """Bytes that a host sends per step, in units of the parameters, on gloo: two all-gathers and a reduce-scatter over the shard
-    axis, an all-reduce over the replicas."""
+    """Bytes that a host sends per step, in units of the parameters, on gloo: two all-gathers and a
+    reduce-scatter over the shard axis, an all-reduce over the replicas.
+    """
     gathered = sent_bytes("all_gather", parameters, shape.shard, "cpu")
     scattered = sent_bytes("reduce_scatter", parameters, shape.shard, "cpu")
     reduced = sent_bytes("all_reduce", parameters / shape.shard, shape.replicate, "cpu")
@@ -38,16 +39,20 @@ def leaving(shape: MeshShape, hosts: int, parameters: float = 1.0) -> float:
     return placed(shape, SHARD, hosts).groups_per_host * (2 * gathered + scattered) + between
 
 
-@pytest.mark.parametrize(("hosts", "shape", "measured"), [
-    (2, MeshShape(2, 2), 1.0018),
-    (2, MeshShape(1, 4), 3.0056),
-    (2, MeshShape(4, 1), 1.5022),
-    (4, MeshShape(4, 2), 1.505),
-    (4, MeshShape(1, 8), 3.510),
-    (4, MeshShape(8, 1), 1.754),
-])  # fmt: skip
-def test_a_host_sends_what_kernel_counters_have_measured(hosts, shape, measured):
-    # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of packets included.
+@pytest.mark.parametrize(
+    ("hosts", "shape", "measured"),
+    [
+        (2, MeshShape(2, 2), 1.0018),
+        (2, MeshShape(1, 4), 3.0056),
+        (2, MeshShape(4, 1), 1.5022),
+        (4, MeshShape(4, 2), 1.505),
+        (4, MeshShape(1, 8), 3.510),
+        (4, MeshShape(8, 1), 1.754),
+    ],
+)
+def test_predicted_bytes_of_a_host_equal_kernel_counters(hosts, shape, measured):
+    # Counters of the uplinks of hosts with two ranks each, in units of the parameters, headers of
+    # packets included.
     assert leaving(shape, hosts) == pytest.approx(measured, rel=0.006)
     assert leaving(shape, hosts) < measured
 
@@ -58,7 +63,7 @@ CLUSTER = ClusterConfig(
 )
 
 
-def test_a_collective_takes_its_bytes_and_its_steps():
+def test_collective_time_has_bandwidth_and_latency_terms():
     inside = placed(MeshShape(4, 8), SHARD, 4)
     assert collective_seconds("all_gather", 1e9, inside, CLUSTER) == pytest.approx(0.1 + 7 * 2e-6)
     assert collective_seconds("all_reduce", 1e9, inside, CLUSTER) == pytest.approx(0.1 + 14 * 2e-6)
@@ -77,7 +82,7 @@ def test_a_collective_takes_its_bytes_and_its_steps():
     assert collective_seconds("all_gather", 0, many, CLUSTER) == pytest.approx(1023 * 10e-6)
 
 
-def test_the_slower_direction_and_the_slower_link_decide():
+def test_slower_direction_and_slower_link_bound_the_time():
     slow_up = ClusterConfig(
         "test", inside_node=LinkConfig(80, 80, 0), between_nodes=LinkConfig(4, 8, 0)
     )
@@ -90,7 +95,7 @@ def test_the_slower_direction_and_the_slower_link_decide():
     assert collective_seconds("all_gather", 1e9, flat, slow_inside) == pytest.approx(8)
 
 
-def test_what_is_not_known_has_no_time():
+def test_unknown_figures_give_no_time():
     unknown = ClusterConfig()
     assert collective_seconds("all_gather", 1, placed(MeshShape(4, 8), SHARD, 4), unknown) is None
     assert collective_seconds("all_gather", 1, placed(MeshShape(4, 1), SHARD, 4), unknown) == 0
@@ -111,7 +116,7 @@ def schedule(
     return StepSchedule(accumulation, mode, shares, overlaps, tensor)
 
 
-def test_what_fits_behind_compute_takes_no_time():
+def test_overlapped_communication_takes_no_time():
     groups = [group(gather=0.5, scatter=0.5, reduce=0.5)] * 10
     found = step_seconds(groups, schedule(), update=0.25)
     assert found.compute == 30
@@ -122,23 +127,23 @@ def test_what_fits_behind_compute_takes_no_time():
     assert found.exposed_share == pytest.approx(2 / found.total)
 
 
-def test_a_link_that_is_slower_than_compute_decides():
+def test_slow_link_bounds_the_step_time():
     # Each group takes 3 s on the link in forward and 6 s in backward.
     found = step_seconds([group(gather=3, scatter=3)] * 10, schedule(), update=0)
     assert found.total == pytest.approx(30 + 1 + 60, rel=0.05)
-    # Replicas: 5 s for each of ten groups on a link of their own.
+    # Replicas: 5 s for each of ten groups on a separate link.
     found = step_seconds([group(reduce=5)] * 10, schedule(), update=0)
     assert found.total == pytest.approx(10 + 2 + 50)
     assert found.replicate == pytest.approx(62 - 30)
 
 
-def test_two_axes_on_one_link_wait_for_each_other():
+def test_two_axes_share_the_bandwidth_of_a_link():
     groups = [group(gather=1, scatter=1, reduce=2)] * 8
     apart = step_seconds(groups, schedule(), update=0).total
     assert step_seconds(groups, schedule(shares=True), update=0).total > apart + 8
 
 
-def test_gathers_are_waited_for_once_where_parameters_stay_and_each_without_overlap():
+def test_all_gathers_are_exposed_once_without_resharding_and_each_without_overlap():
     freed = step_seconds([group(gather=4)] * 6, schedule(), update=0).shard
     kept = step_seconds([group(gather=4, frees=False)] * 6, schedule(), update=0).shard
     assert kept < freed
@@ -147,13 +152,13 @@ def test_gathers_are_waited_for_once_where_parameters_stay_and_each_without_over
     assert found.total == 3 * (1 + 2 + 3 + 3 + 4)
 
 
-def test_accumulation_decides_how_often_gradients_move():
+def test_accumulation_mode_sets_the_number_of_reductions():
     groups = [group(scatter=4, reduce=4)] * 5
     totals = {}
     for mode in ("full", "reduce_scatter_only", "none"):
         totals[mode] = step_seconds(groups, schedule(8, mode), update=0).total
     assert totals["full"] > totals["reduce_scatter_only"] > totals["none"]
-    # Once per step the replicas' reductions, whatever the number of micro-batches.
+    # Once per step the replicas' reductions, for any number of micro-batches.
     once = step_seconds(groups, schedule(1), update=0).replicate
     assert step_seconds(groups, schedule(8), update=0).replicate == pytest.approx(once)
 
@@ -164,9 +169,9 @@ def test_the_tensor_axis_is_never_hidden():
     assert found.total == pytest.approx(plain.total + 2)
 
 
-def test_diloco_sends_once_in_a_while_and_hides_behind_its_delay():
+def test_diloco_sends_once_per_interval_and_overlaps_with_its_delay():
     assert exchange_seconds(60, step=1, every=30, fragments=1, delay=0) == 2
-    # Three of them in 30 steps, each 20 s, of which 5 are hidden.
+    # Three of them in 30 steps: each takes 20 s and hides 5 s.
     assert exchange_seconds(60, step=1, every=30, fragments=3, delay=5) == pytest.approx(1.5)
     assert exchange_seconds(60, step=5, every=30, fragments=3, delay=5) == 0
 
@@ -179,13 +184,16 @@ def test_a_bucket_starts_when_its_last_group_is_reduced():
     assert step_seconds(late, schedule(), update=0).replicate == pytest.approx(4)
 
 
-@pytest.mark.parametrize(("sizes", "kinds", "expected"), [
-    ([1, 1, 1], "aaa", [[0, 1, 2]]),
-    ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
-    ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
-    ([], "", []),
-])  # fmt: skip
-def test_neighbours_of_one_kind_share_a_bucket(sizes, kinds, expected):
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "expected"),
+    [
+        ([1, 1, 1], "aaa", [[0, 1, 2]]),
+        ([1, 1, 1, 1], "aabb", [[0, 1], [2, 3]]),
+        ([3, 1, 9, 1], "aaaa", [[0, 1], [2], [3]]),
+        ([], "", []),
+    ],
+)
+def test_adjacent_groups_of_one_dtype_share_a_bucket(sizes, kinds, expected):
     assert fill_buckets(sizes, list(kinds), 4) == expected
 
 
@@ -197,8 +205,12 @@ def test_the_first_and_the_last_bucket_are_small():
 # Estimates of a job
 
 SMALL = (
-    "model.dim=512", "model.n_layers=4", "model.hidden_dim=1024", "train.seq_len=256", "precision=bf16",
-)  # fmt: skip
+    "model.dim=512",
+    "model.n_layers=4",
+    "model.hidden_dim=1024",
+    "train.seq_len=256",
+    "precision=bf16",
+)
 FOUR_NODES = ("cluster=h100_100g", "cluster.nodes=4", "train.global_batch_size=64")
 HYBRID = (*FOUR_NODES, "strategy=hybrid")
 TENSOR = (*FOUR_NODES, "strategy=zero3", "mesh.tensor=2", "train.micro_batch_size=1")
@@ -216,7 +228,7 @@ def estimate(*words: str) -> StepEstimate:
     return found
 
 
-def test_throughput_mfu_and_step_time_are_one_figure():
+def test_throughput_and_mfu_follow_from_step_time():
     found = estimate(*HYBRID)
     seconds = found.seconds
     parts = seconds.compute + seconds.tensor + seconds.shard + seconds.replicate + seconds.update
@@ -230,7 +242,7 @@ def test_throughput_mfu_and_step_time_are_one_figure():
 
 
 @pytest.mark.slow
-def test_the_network_and_what_is_sent_decide_what_waits():
+def test_network_and_sent_bytes_set_the_exposed_time():
     hybrid = estimate(*HYBRID).seconds
     flat = estimate(*FOUR_NODES, "strategy=zero3").seconds
     assert flat.total > 1.5 * hybrid.total
@@ -256,7 +268,7 @@ def test_recomputation_costs_a_third_of_compute():
     assert every_second == pytest.approx(plain * 7 / 6)
 
 
-def test_a_share_that_nobody_measured_is_said():
+def test_assumed_efficiency_is_reported():
     words = ("cluster=h100", "precision=fp32")
     lines = summary(compose([*SMALL, *words]).config, cost(*words))
     assert "50% of the fp32 peak of 67 TFLOP/s is assumed" in "\n".join(lines)
@@ -264,16 +276,28 @@ def test_a_share_that_nobody_measured_is_said():
     assert in_bf16 == cost("cluster=h100", "precision=bf16").time.seconds.total
 
 
-@pytest.mark.parametrize(("words", "lacking"), [
-    ((), "cluster.device.peak_tflops.bf16 is not known"),
-    (("cluster=commodity",), "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency"),
-    (("cluster=h100", "cluster.device.memory_gb_per_s=null"), "cluster.device.memory_gb_per_s is not known"),
-    (
-        ("cluster=h100", "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}"),
-        "cluster.inside_node is not known",
-    ),
-])  # fmt: skip
-def test_what_is_not_known_is_named_instead_of_guessed(words, lacking):
+@pytest.mark.parametrize(
+    ("words", "lacking"),
+    [
+        ((), "cluster.device.peak_tflops.bf16 is not known"),
+        (
+            ("cluster=commodity",),
+            "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency",
+        ),
+        (
+            ("cluster=h100", "cluster.device.memory_gb_per_s=null"),
+            "cluster.device.memory_gb_per_s is not known",
+        ),
+        (
+            (
+                "cluster=h100",
+                "cluster.inside_node={up_gbit: null, down_gbit: null, latency_us: null}",
+            ),
+            "cluster.inside_node is not known",
+        ),
+    ],
+)
+def test_unknown_figures_are_named(words, lacking):
     found = cost(*words)
     assert found.time == lacking
     assert f"time        not known: {lacking}" in summary(compose([*SMALL, *words]).config, found)

@@ -1,4 +1,6 @@
-"""What a user may decide about groups, precision and tensor parallelism, each seen in what really runs."""
+"""Choices of groups, precision and tensor parallelism by a user, each checked in the running
+model.
+"""
 
 import pytest
 import training
@@ -48,10 +50,15 @@ def test_fp32_modules_that_match_nothing_list_candidates(ranks):
 
 
 WORDS = {
-    "embedding": "rowwise", "layers.*.attention_norm": "sequence", "layers.*.attention.w[qkv]": "colwise",
-    "layers.*.attention.wo": "rowwise", "layers.*.feed_forward.w[13]": "colwise",
-    "layers.*.feed_forward.w2": "rowwise", "norm": "replicate", "output": "colwise_gather_output",
-}  # fmt: skip
+    "embedding": "rowwise",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward.w[13]": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "replicate",
+    "output": "colwise_gather_output",
+}
 
 
 def _with_words(tensor):
@@ -68,7 +75,7 @@ def _with_words(tensor):
     return loss.item(), clip_gradient_norm(model.parameters(), 1.0).item(), lines
 
 
-def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):
+def test_tensor_plan_of_patterns_gives_equal_results_and_logs_replicated_modules(ranks):
     alone, split = ranks.run(1, _with_words, 1)[0], ranks.run(4, _with_words, 2)[0]
     assert split[:2] == pytest.approx(alone[:2], rel=1e-11)
     table = "\n".join(split[2])
@@ -78,7 +85,7 @@ def test_a_plan_in_words_changes_nothing_and_says_what_stayed_whole(ranks):
     assert "wq" not in table
 
 
-def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
+def test_tensor_plan_with_brackets_is_read_from_overrides():
     from parallel2d.base.config.composition import compose
 
     words = ", ".join(f"{pattern}: {word}" for pattern, word in WORDS.items())
@@ -99,7 +106,7 @@ def test_a_plan_is_read_from_the_command_line_with_brackets_in_its_patterns():
     ({"output": "embedding_rowwise"}, 2, "output: a Linear is split colwise or rowwise, not embedding_rowwise"),
     ({"norm": "sideways"}, 2, "norm: sideways is not one of colwise, rowwise, sequence, replicate"),
 ])  # fmt: skip
-def test_a_plan_that_cannot_be_applied_is_an_error(plan, tensor, message):
+def test_invalid_tensor_plan_is_an_error(plan, tensor, message):
     with pytest.raises(ConfigError) as error:
         resolve_plan(training.build_llama(), plan, tensor)
     assert message in str(error.value)

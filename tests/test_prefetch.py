@@ -1,4 +1,4 @@
-"""Prefetch: when parameters are gathered, in which order, at what cost in memory, and that nothing else changes."""
+"""Prefetch: time and order of all-gathers, their cost in memory, and unchanged results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from parallel2d.base.errors import ConfigError
 
 
 class Reordered(nn.Module):
-    """Four layers that run in another order than that of registration; ``skip`` leaves the second one out."""
+    """Four layers that run in an order other than registration; ``skip`` omits the second layer."""
 
     ORDER = (2, 0, 3, 1)
 
@@ -43,8 +43,10 @@ def _build(prefetch, strategy="zero3"):
 
 
 def _issued(prefetch):
-    """For each layer's compute in a step after the first: which layers' gathers had been issued by then, forward and backward; and
-    how many layers were whole, or on their way, at once while a layer ran forward."""
+    """For each layer's compute in a step after the first: which layers' gathers had been issued by
+    then, forward and backward; and how many layers were whole, or on their way, at once while a
+    layer ran forward.
+    """
     model = _build(prefetch)
     x = torch.ones(2, 4, requires_grad=True)
     model(x).sum().backward()
@@ -83,9 +85,11 @@ def _issued(prefetch):
 
 
 @pytest.mark.parametrize(("ahead", "ahead_back"), [(0, 1), (0, 0), (1, 1), (2, 2), (99, 99)])
-def test_gathers_are_issued_as_many_groups_ahead_as_asked_for(ranks, ahead, ahead_back):
-    """When a layer's compute ends, gathers were issued of itself, of all before it, and of as many more as asked for, in the order
-    in which layers run; only so many are whole at once. (0, 1), the default, is the engine's own."""
+def test_all_gathers_are_issued_the_configured_number_of_groups_ahead(ranks, ahead, ahead_back):
+    """When a layer's compute ends, the all-gathers of this layer, of all earlier layers and of the
+    configured number of later layers have been issued, in the order of execution; only so many
+    layers are unsharded at once. (0, 1), the default, is the engine's own.
+    """
     order = Reordered.ORDER
     back = order[::-1]
     for forward, backward, most_whole in ranks.run(2, _issued, (ahead, ahead_back)):
@@ -96,7 +100,7 @@ def test_gathers_are_issued_as_many_groups_ahead_as_asked_for(ranks, ahead, ahea
 
 def _step(model, x):
     model(x).square().sum().backward()
-    gradients = [training.whole(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [training.full_tensor_of(p.grad) for p in model.parameters() if p.grad is not None]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -123,8 +127,8 @@ def _skipping(prefetch, grad_in_skipping):
 
 
 @pytest.mark.parametrize("grad_in_skipping", [True, False])
-def test_a_layer_that_is_left_out_once_is_current_afterwards(ranks, grad_in_skipping):
-    """What was gathered for it in vain must not be used once weights have changed."""
+def test_skipped_layer_has_current_weights_in_the_next_step(ranks, grad_in_skipping):
+    """The all-gather of a skipped layer must not be used once weights have changed."""
     expected = ranks.run(2, _skipping, (0, 0), grad_in_skipping)[0]
     for prefetch in ((1, 1), (2, 2), (9, 9)):
         found = ranks.run(2, _skipping, prefetch, grad_in_skipping)[0]
@@ -156,7 +160,7 @@ def _twice(prefetch):
     return gradients, counter.counts
 
 
-def test_a_layer_that_runs_twice_is_gathered_no_more_often(ranks):
+def test_layer_that_runs_twice_has_no_extra_all_gather(ranks):
     expected, counts = ranks.run(2, _twice, (0, 1))[0]
     found, again = ranks.run(2, _twice, (2, 2))[0]
     assert again == counts
@@ -171,11 +175,11 @@ def _said():
     return lines, stored == [each.data_ptr() for each in model.parameters()]
 
 
-def test_without_a_shard_axis_nothing_is_gathered_and_prefetch_is_said_to_have_no_effect(ranks):
+def test_prefetch_without_a_shard_axis_is_reported_as_without_effect(ranks):
     said = "prefetch has no effect with mesh.shard=1: no parameters are gathered"
     assert ranks.run(2, _said)[0] == ([said], True)
 
 
-def test_a_word_for_prefetch_is_refused():
+def test_prefetch_that_is_not_a_number_is_refused():
     with pytest.raises(ConfigError, match="prefetch must be PrefetchConfig, got str"):
         ParallelConfig(prefetch="auto")

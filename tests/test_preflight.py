@@ -1,4 +1,6 @@
-"""The check of a cluster names the node and the cause; what it measures is what the planner reads."""
+"""The check of a cluster names the node and the cause; its measurements are the input of the
+planner.
+"""
 
 import contextlib
 import io
@@ -44,7 +46,7 @@ def test_the_interface_is_the_one_that_leads_to_the_endpoint():
         assert choose_interface(interface.address, {}) == interface
 
 
-def test_what_the_user_set_wins():
+def test_environment_of_the_user_takes_precedence():
     assert choose_interface("192.0.2.1", {"GLOO_SOCKET_IFNAME": "lo"}) == ("lo", "127.0.0.1")
     assert choose_interface("192.0.2.1", {"NCCL_SOCKET_IFNAME": "=lo"}).name == "lo"
     both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}
@@ -67,7 +69,7 @@ def told(nodes: list[NodeFacts], clocks: list[float] | None = None) -> list[tupl
 def test_a_version_or_device_that_differs_names_the_nodes():
     nodes = [facts("node0"), facts("node1", torch="2.15.0"), facts("node2")]
     assert told(nodes) == [("red", "node1: torch 2.15.0, the others 2.14.1")]
-    # among equals that of the first node is the usual one; a key that is missing differs too
+    # among equals the value of the first node is the usual value; a missing key differs too
     pair = [facts("node0", nccl="2.27"), facts("node1", GPUs="H100, H100")]
     assert told(pair) == [
         ("red", "node1: GPUs H100, H100, the others none"),
@@ -78,7 +80,7 @@ def test_a_version_or_device_that_differs_names_the_nodes():
     assert told([facts("node0"), facts("node1")]) == []
 
 
-def test_a_wrong_clock_accuses_its_node_also_where_it_is_the_first():
+def test_node_with_a_wrong_clock_is_named_also_if_it_is_the_first():
     nodes = [facts(f"node{k}") for k in range(4)]
     assert told(nodes, [0.0, 0.01, 3.0, 0.0]) == [
         ("yellow", "node2: +3 s from the others: run NTP or chrony")
@@ -107,7 +109,7 @@ def test_the_links_of_a_slow_node_are_named(nodes):
     assert slow(ring(nodes, {}), hosts) == []
 
 
-def test_ranks_of_a_node_share_its_way_to_others_and_compare_with_each_other_inside():
+def test_ranks_of_a_node_share_its_network_link():
     hosts = ["node0", "node0", "node1", "node1"]
     between = {(0, 2): 4e8, (1, 3): 4e8, (2, 0): 1e8, (3, 1): 1e8}
     assert slow(between, hosts) == ["node1 -> node0: 200 MB/s on replicate, 800 is usual"]
@@ -141,7 +143,9 @@ def copy_of_the_package(folder: Path) -> Path:
 
 
 def checked(folder: str, *words: str, own_run_dir: bool = False) -> tuple[int, str]:
-    """The exit code, and what this rank printed. ``own_run_dir``: the second node sees another."""
+    """Return the exit code and the output of this rank. With ``own_run_dir`` the second node sees
+    another run directory.
+    """
     rank = dist.get_rank()
     os.chdir(folder)
     given, config = understand(
@@ -195,7 +199,7 @@ def test_each_axis_is_measured_and_the_planner_reads_the_file(ranks, tmp_path):
     assert compose(["--config-dir", str(tmp_path), "cluster=mine"]).config.cluster == cluster
 
 
-def test_a_run_dir_that_is_not_shared_is_not_fit(ranks, tmp_path):
+def test_unshared_run_dir_fails_preflight(ranks, tmp_path):
     results = ranks.run(4, checked, str(tmp_path), own_run_dir=True)
     assert [code for code, _ in results] == [1] * 4
     assert "FAIL run dir: on " in results[0][1]
@@ -203,25 +207,28 @@ def test_a_run_dir_that_is_not_shared_is_not_fit(ranks, tmp_path):
     assert sorted(os.listdir(tmp_path / "runs")) == []
 
 
-def test_links_that_no_axis_shows_alone_give_no_file(ranks, tmp_path):
+def test_unmeasurable_links_write_no_cluster_file(ranks, tmp_path):
     words = ("strategy=zero3", "--write=mine.yaml")
     with pytest.raises(WorkerError, match="omit strategy and mesh"):
         ranks.run(4, checked, str(tmp_path), *words)
     assert os.listdir(tmp_path) == ["runs"]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--nnodes=2"], "launch.nnodes=2"),
-    (["mesh.shard=two"], "mesh.shard"),
-    (["--seconds=0"], "--seconds=0 must be above 0"),
-    (["--largest-mib=nan"], "--largest-mib=nan must be from"),
-    (["--write=mine.json"], "must end with .yaml"),
-    (["--write=none/mine.yaml"], "cannot be written"),
-    (["--self-check", "--only=stream"], "--only=stream must be some of streams,fp32,bf16,"),
-    (["--only=fp32"], "--only needs --self-check"),
-    (["--self-check", "--json"], "--self-check has no --write, no --json"),
-])  # fmt: skip
-def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes=2"], "launch.nnodes=2"),
+        (["mesh.shard=two"], "mesh.shard"),
+        (["--seconds=0"], "--seconds=0 must be above 0"),
+        (["--largest-mib=nan"], "--largest-mib=nan must be from"),
+        (["--write=mine.json"], "must end with .yaml"),
+        (["--write=none/mine.yaml"], "cannot be written"),
+        (["--self-check", "--only=stream"], "--only=stream must be some of streams,fp32,bf16,"),
+        (["--only=fp32"], "--only needs --self-check"),
+        (["--self-check", "--json"], "--self-check has no --write, no --json"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
@@ -229,7 +236,7 @@ def test_wrong_arguments_end_with_2(words, message, capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
+def test_failed_rendezvous_gives_one_message(capsys, monkeypatch):
     monkeypatch.setattr("parallel2d.preflight.start_server", lambda: None)
     assert main(["--nnodes=2", "--endpoint=nowhere.invalid:1", "--timeout=1"]) == 1
     assert "host name nowhere.invalid does not resolve on" in capsys.readouterr().err
@@ -244,7 +251,7 @@ def test_what_cannot_meet_is_one_message(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_starts_ranks_and_ends_with_their_verdict(tmp_path):
+def test_preflight_command_exits_with_the_verdict_of_its_ranks(tmp_path):
     words = ["--nproc=2", "--seconds=0.01", "--largest-mib=0.5", "--run-dir=runs"]
     command = [sys.executable, "-m", "parallel2d.preflight", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -261,17 +268,26 @@ def test_the_command_starts_ranks_and_ends_with_their_verdict(tmp_path):
 
 
 def drop_connections(cluster: Cluster, source: int, target: int) -> None:
-    """From now on no connection from node ``source`` to an ephemeral port of node ``target`` gets through; all else does. A
-    firewall in the switch: the first packet of a TCP connection (SYN without ACK) is dropped without a word."""
+    """Block new connections from node ``source`` to an ephemeral port of node ``target``; all
+    other traffic passes. A firewall in the switch silently drops the first packet of a TCP
+    connection (SYN without ACK).
+    """
     address = int.from_bytes(socket.inet_aton(cluster.nodes[source].address), "big")
     code = [
-        "40 0 0 12", "21 0 10 2048",  # IPv4
-        "48 0 0 23", "21 0 8 6",  # TCP
-        "32 0 0 26", f"21 0 6 {address}",  # from the source
-        "48 0 0 47", "84 0 0 18", "21 0 3 2",  # SYN, not ACK
-        "40 0 0 36", "53 0 1 32768",  # to an ephemeral port
-        "6 0 0 2", "6 0 0 4294967295",
-    ]  # fmt: skip
+        "40 0 0 12",
+        "21 0 10 2048",  # IPv4
+        "48 0 0 23",
+        "21 0 8 6",  # TCP
+        "32 0 0 26",
+        f"21 0 6 {address}",  # from the source
+        "48 0 0 47",
+        "84 0 0 18",
+        "21 0 3 2",  # SYN, not ACK
+        "40 0 0 36",
+        "53 0 1 32768",  # to an ephemeral port
+        "6 0 0 2",
+        "6 0 0 4294967295",
+    ]
     port = ["dev", cluster.network.links[f"node{target}"].port]
     tc = ["tc", "-n", cluster.network.namespace("switch")]
     filter_words = ["egress", "pref", "7", "protocol", "all", "bpf", "bytecode"]
@@ -300,7 +316,9 @@ def ends_of(cluster: Cluster, nodes: int, folder: Path, *words: str) -> list[int
 @pytest.mark.slow
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
 def test_a_broken_cluster_is_described_node_by_node(tmp_path):
-    """Four machines: other code on node1, a run dir of its own on node2, a slow cable at node3; then a firewall."""
+    """Four machines: other code on node1, a separate run dir on node2, a slow cable at node3; then
+    a firewall.
+    """
     copy_of_the_package(tmp_path / "other")
     (tmp_path / "runs").mkdir()
     words = ["--run-dir=runs", "--seconds=0.1", "--largest-mib=1"]

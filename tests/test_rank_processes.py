@@ -1,4 +1,4 @@
-"""Forked ranks: what they inherit and what not, how they end, and who ends with whom."""
+"""Forked ranks: inherited state, exits, and the processes that end together."""
 
 import atexit
 import contextlib
@@ -35,13 +35,20 @@ def rank_main(words):
             "threads": torch.get_num_threads(),
             "leads": os.getsid(0) == os.getpid(),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, set())],
-            "handlers": [signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL],
+            "handlers": [
+                signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+                signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+            ],
             "name": Path("/proc/self/comm").read_text().strip(),
             "folder": os.getcwd(),
             "path": sys.path[0],
             "main": vars(sys.modules["__main__"]).get("__file__"),
-            "sockets": sum("socket" in os.readlink(f"/proc/self/fd/{n}") for n in range(3, 20) if os.path.exists(f"/proc/self/fd/{n}")),
-        }  # fmt: skip
+            "sockets": sum(
+                "socket" in os.readlink(f"/proc/self/fd/{n}")
+                for n in range(3, 20)
+                if os.path.exists(f"/proc/self/fd/{n}")
+            ),
+        }
         Path(rest[0]).write_text(json.dumps(facts))
         print("to stdout")
         print("to stderr: \udc80", file=sys.stderr)
@@ -78,7 +85,7 @@ def server() -> psutil.Process:
 
 
 def wait_for_end(pid: int) -> None:
-    """Of a process that may stay a zombie of somebody else."""
+    """Wait for the end of a process that may stay a zombie of another parent."""
 
     def has_ended() -> bool:
         try:
@@ -89,7 +96,7 @@ def wait_for_end(pid: int) -> None:
     wait_for(has_ended)
 
 
-def test_a_rank_has_what_a_new_process_would_have(tmp_path, monkeypatch):
+def test_forked_rank_has_the_state_of_a_new_process(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_processes, "PRELOADED", ("torch",))
     rank_processes._end_server()
     assert start("").wait(60) == 0, "the server was there before"
@@ -100,12 +107,22 @@ def test_a_rank_has_what_a_new_process_would_have(tmp_path, monkeypatch):
     told = tmp_path / "facts"
     others = [start("sleep"), start("sleep")]
     given = {"ONLY": "here", **{f"LARGE_{number}": "x" * 100_000 for number in range(5)}}
-    assert start("tell", told, out=tmp_path / "log", **{**given, "OMP_NUM_THREADS": "2"}).wait(60) == 0  # fmt: skip
+    assert (
+        start("tell", told, out=tmp_path / "log", **{**given, "OMP_NUM_THREADS": "2"}).wait(60) == 0
+    )
     assert json.loads(told.read_text()) == {
-        "environment": {"RANK": "3", "OMP_NUM_THREADS": "2", **given}, "threads": 2, "leads": True, "blocked": [], "handlers": [True, True],
-        "name": "rank 3", "folder": str(tmp_path), "path": str(tmp_path / "added"), "main": None,  # not the launcher's script
-        "sockets": 0,  # what a rank starts must not hold those of the server
-    }  # fmt: skip
+        "environment": {"RANK": "3", "OMP_NUM_THREADS": "2", **given},
+        "threads": 2,
+        "leads": True,
+        "blocked": [],
+        "handlers": [True, True],
+        # not the launcher's script
+        "name": "rank 3",
+        "folder": str(tmp_path),
+        "path": str(tmp_path / "added"),
+        "main": None,
+        "sockets": 0,  # processes of a rank must not hold the descriptors of the server
+    }
     assert (tmp_path / "log.out").read_text() == "to stdout\n"
     assert (tmp_path / "log.err").read_text() == "to stderr: \\udc80\n"
     assert before == (dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, set()))
@@ -114,7 +131,7 @@ def test_a_rank_has_what_a_new_process_would_have(tmp_path, monkeypatch):
         assert each.wait(60) == -signal.SIGKILL
 
 
-def test_every_way_to_end_is_reported(tmp_path):
+def test_every_exit_of_a_rank_is_reported(tmp_path):
     launchers = tmp_path / "done by the launcher"
     atexit.register(launchers.write_text, "x")
     try:
@@ -136,7 +153,7 @@ def test_every_way_to_end_is_reported(tmp_path):
     sleeper.close()  # of one that has ended: nothing
 
 
-def test_signals_to_every_process_of_a_job_do_not_end_the_server_and_its_end_is_that_of_its_ranks():
+def test_server_survives_signals_to_the_job_and_its_end_ends_its_ranks():
     rank = start("sleep")
     first = server()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -146,8 +163,10 @@ def test_signals_to_every_process_of_a_job_do_not_end_the_server_and_its_end_is_
     first.kill()
     assert rank.wait(60) == LOST
     wait_for_end(rank.pid)
-    # Whoever starts a launcher may have it ignore the end of children.
-    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGCHLD, signal.SIGTERM)}  # fmt: skip
+    # The parent of a launcher may have set it to ignore the end of children.
+    ignored = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGCHLD, signal.SIGTERM)
+    }
     try:
         assert start("").wait(60) == 0
         rank = start("sleep")
@@ -157,7 +176,7 @@ def test_signals_to_every_process_of_a_job_do_not_end_the_server_and_its_end_is_
         for number, handler in ignored.items():
             signal.signal(number, handler)
     assert server() != first
-    # Without the kernel's help too: when nobody has the other end any more.
+    # Also without the kernel's help: when no process has the other end any more.
     rank_processes._servers[0].socket.close()
     assert rank_processes._servers[0].process.wait(60) == 0
 
@@ -179,7 +198,7 @@ else:
 
 
 @pytest.mark.parametrize("way", ["return", "kill", "terminate", "kill while the server imports"])
-def test_nothing_is_left_of_a_launcher_that_ended(tmp_path, way):
+def test_ended_launcher_leaves_no_processes(tmp_path, way):
     """Neither a process nor a file. Its script is not guarded against being run again in a rank."""
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
@@ -189,7 +208,8 @@ def test_nothing_is_left_of_a_launcher_that_ended(tmp_path, way):
     temporary.mkdir()
     preloaded = ["slow"] if "imports" in way else []
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
-    # What it leaves becomes a child of this process, which sees it until it waits for it.
+    # Its remaining processes become children of this process, which sees them until it waits for
+    # them.
     libc = ctypes.CDLL(None)
     libc.prctl(SUBREAPER, 1, 0, 0, 0)
     try:
@@ -205,13 +225,13 @@ def test_nothing_is_left_of_a_launcher_that_ended(tmp_path, way):
     left = [pid for pid in children if psutil.pid_exists(pid)]
     for pid in left:
         wait_for_end(pid)
-        with contextlib.suppress(ChildProcessError):  # somebody else has reaped it
+        with contextlib.suppress(ChildProcessError):  # another process has reaped it
             os.waitpid(pid, 0)
     assert left == [] or way != "return"
     assert list(temporary.iterdir()) == []
 
 
-def test_a_server_whose_launcher_has_ended_before_ends_before_it_imports_anything():
+def test_server_of_an_ended_launcher_exits_before_imports():
     ended = subprocess.Popen(["true"])
     ended.wait()
     program = (
@@ -222,9 +242,10 @@ def test_a_server_whose_launcher_has_ended_before_ends_before_it_imports_anythin
 
 
 @pytest.mark.slow
-def test_nothing_that_the_server_imports_asks_for_an_accelerator():
-    """What it asks may start the driver, which does not survive a fork. In a process of its own,
-    since here everything is imported."""
+def test_server_imports_initialize_no_accelerator():
+    """An accelerator query may start the driver, which does not survive a fork. Runs in a separate
+    process, since here everything is imported.
+    """
     script = (
         "import importlib, sys, torch\n"
         "def refuse(*given, **named): raise AssertionError('asked for an accelerator')\n"
@@ -237,7 +258,7 @@ def test_nothing_that_the_server_imports_asks_for_an_accelerator():
     subprocess.run([sys.executable, "-c", script, *PRELOADED], check=True, timeout=120)
 
 
-def test_an_opened_driver_is_found_before_ranks_are_forked(tmp_path):
+def test_open_device_driver_is_detected_before_fork(tmp_path):
     driver = tmp_path / "nvidia0"
     driver.touch()
     assert rank_processes.opened_files((str(tmp_path),)) == []
@@ -250,7 +271,7 @@ def _start_with_children(told) -> None:
     told.send((start("children").wait(60), server().pid))
 
 
-def test_a_daemonic_fork_of_a_launcher_has_a_server_of_its_own_and_ranks_may_have_children():
+def test_daemonic_launcher_has_its_own_server_and_ranks_may_fork():
     assert start("").wait(60) == 0
     first = server()
     ours, theirs = multiprocessing.Pipe()
@@ -267,7 +288,7 @@ def test_a_daemonic_fork_of_a_launcher_has_a_server_of_its_own_and_ranks_may_hav
     assert server() == first
 
 
-def test_a_rank_whose_server_ends_before_it_is_asked_is_lost():
+def test_rank_of_an_ended_server_is_reported_as_failed():
     start("").wait(60)
     running = rank_processes._servers[0]
     running.process.send_signal(signal.SIGSTOP)  # it does not end before it is asked

@@ -1,4 +1,4 @@
-"""The example for Ray Train: Ray's workers and one process alone see the same losses."""
+"""The example for Ray Train: Ray's workers and a single process have the same losses."""
 
 import json
 import os
@@ -32,17 +32,23 @@ def equal(some: list[dict], others: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_example_gives_the_same_losses_on_two_ranks_as_alone(tmp_path):
+def test_ray_example_has_equal_losses_on_one_and_two_ranks(tmp_path):
     """Without Ray, so that it runs everywhere."""
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     launch = [
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE), "--no-ray", "--shard=2",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(EXAMPLE),
+        "--no-ray",
+        "--shard=2",
         *WORDS,
-    ]  # fmt: skip
+    ]
     equal(rows_of(launch, tmp_path), alone)
 
 
-def test_the_name_in_the_package_can_be_sent_to_a_worker():
+def test_package_function_can_be_pickled_for_a_ray_worker():
     """Ray sends a training function along with the globals it names."""
     from parallel2d import parallelize
 
@@ -51,13 +57,20 @@ def test_the_name_in_the_package_can_be_sent_to_a_worker():
     assert sent is sys.modules["parallel2d.parallel.parallelize"].parallelize
 
 
-@pytest.mark.parametrize(("workers", "shard"), [
-    pytest.param(2, "2", marks=pytest.mark.soak),
-    pytest.param(4, "2", marks=pytest.mark.extras("ray")),  # two replicas, on however few cores
-])  # fmt: skip
-def test_ray_workers_see_the_losses_of_one_process(tmp_path, workers, shard):
+@pytest.mark.parametrize(
+    ("workers", "shard"),
+    [
+        pytest.param(2, "2", marks=pytest.mark.soak),
+        pytest.param(4, "2", marks=pytest.mark.extras("ray")),  # two replicas, on however few cores
+    ],
+)
+def test_ray_workers_have_the_losses_of_one_process(tmp_path, workers, shard):
     alone = rows_of([str(EXAMPLE), "--no-ray", *WORDS], tmp_path)
     words = [
-        str(EXAMPLE), f"--workers={workers}", f"--shard={shard}", f"--storage={tmp_path / 'ray'}", *WORDS,
-    ]  # fmt: skip
+        str(EXAMPLE),
+        f"--workers={workers}",
+        f"--shard={shard}",
+        f"--storage={tmp_path / 'ray'}",
+        *WORDS,
+    ]
     equal(rows_of(words, tmp_path), alone)

@@ -32,7 +32,7 @@ from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import RankIdentity
 from parallel2d.launching.replica_loss import LossPolicy, choose
 
-# While a replica that joins gets the state: until the test has killed somebody
+# While a joining replica receives the state: until the test has killed a rank
 HELD = """
 import os
 from parallel2d.base.replicas import Quorum
@@ -68,7 +68,7 @@ def communicator(request, tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def training(folder, *words, hooks=SLOWLY):
-    """A job that trains slowly inside, and must have saved when it is told to stop at the end."""
+    """A job that trains slowly inside, and must have saved when it is asked to stop at the end."""
     (folder / "slowly.py").write_text(hooks)
     words = ("train.steps=1000000", "train.hooks=[slowly:Slowly]", "metrics.log_every=1", *words)
     with open(folder / "said.txt", "w") as said:
@@ -101,7 +101,7 @@ def last_row(folder):
 
 
 def differs(folder, *words):
-    """By how much the losses do from those of one process; all steps and batches are the same."""
+    """Return the difference of the losses from one process; all steps and batches are the same."""
     found = jobs.rows(folder / "run")
     words += ("launch.nproc_per_node=1", "checkpoint.enabled=false", "metrics.log_every=1")
     words += (f"train.steps={len(found)}", f"hydra.run.dir={folder}/alone")
@@ -127,12 +127,25 @@ def build(groups):
 """
 
 
-# What replicas send each other beside gradients, and a job of one process with the same losses
-@pytest.mark.parametrize(("sent", "alone"), [
-    (COPIED, ()), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MUON, MUON), (OWN, OWN), (INT4, ())))
-], ids=["gradients", "muon", "own", "int4"])  # fmt: skip
-def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, communicator, sent, alone):
-    """Rank 0 is killed, which writes and speaks: rank 1 goes on in the same process, and takes that over."""
+# Traffic between replicas in addition to gradients, and overrides of a job of one process with the
+# same losses
+@pytest.mark.parametrize(
+    ("sent", "alone"),
+    [
+        (COPIED, ()),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((MUON, MUON), (OWN, OWN), (INT4, ()))
+        ),
+    ],
+    ids=["gradients", "muon", "own", "int4"],
+)
+def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
+    tmp_path, communicator, sent, alone
+):
+    """Rank 0, which writes and logs, is killed: rank 1 continues in the same process, and takes
+    over these duties.
+    """
     (tmp_path / "owned.py").write_text(OWNED)
     more = ("launch.max_restarts=3", "sync.compare_every=1", "launch.nproc_per_node=2")
     with training(tmp_path, "strategy=ddp", *more, *sent) as job:
@@ -154,7 +167,7 @@ def test_a_lost_replica_stops_nobody_and_comes_back(tmp_path, communicator, sent
         assert differs(tmp_path, "strategy=ddp", *alone) < 1e-10
 
 
-# Rank 3 is killed in the middle of an update, of which the others have a part
+# Rank 3 is killed in the middle of an update that needs the parts of all ranks
 SPLIT = """
 from parallel2d.parallel.sync.methods.owned_parameters import OwnedParameters
 gather, updates = OwnedParameters.after_update, []
@@ -173,8 +186,10 @@ OwnedParameters.after_update = dying
     [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2")],
     ids=["sgd", "adamw, int4"],
 )
-def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, communicator, sent):
-    """To copies in memory, in the same processes: the history is that of a job without kills."""
+def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, communicator, sent):
+    """Roll back to in-memory checkpoints in the same processes: the history equals a job without
+    kills.
+    """
     words = ["strategy=hybrid_full", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"]
     words += ["sync.compare_every=1", *sent]
     more = ["launch.max_restarts=3", "checkpoint.memory_every=4"]
@@ -200,8 +215,8 @@ def test_all_go_back_for_what_a_lost_replica_alone_had(tmp_path, communicator, s
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path, communicator):
-    """The donor, the one that joins, or both; then the history is that of one process."""
+def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, communicator):
+    """The donor, the joining replica, or both fail; the history equals one process."""
     words = ["strategy=ddp", "train.global_batch_size=12", "sync.compare_every=1"]
 
     def counts():
@@ -226,7 +241,7 @@ def test_a_replica_that_is_lost_while_another_gets_the_state(tmp_path, communica
 @pytest.mark.soak
 @pytest.mark.parametrize("communicator", ["gloo", "Hanging", "Revoking"], indirect=True)
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
-def test_ranks_that_are_killed_at_random_moments_change_nothing(tmp_path, communicator, strategy):
+def test_ranks_killed_at_random_keep_the_losses(tmp_path, communicator, strategy):
     """PARALLEL2D_KILLS (100) of them; with ddp also while another comes back."""
     shards = {"ddp": 1, "hybrid": 2}[strategy]
     words = ["launch.nproc_per_node=4", "optimizer=sgd"]
@@ -291,8 +306,8 @@ def test_limits_of_losing_a_replica_are_found_at_the_start():
     assert "DETAIL" in policy(TORCH_DISTRIBUTED_DEBUG="DETAIL").reason
 
 
-def test_events_have_one_order_for_all():
-    """Four write at once; nobody's event is lost, and all read the same."""
+def test_replica_events_have_one_order_on_all_ranks():
+    """Four ranks write at once; no event is lost, and all ranks read the same events."""
     server = StoreServer.at("127.0.0.1", 0, secret := new_secret())
     store = StoreClient(server.address, secret)
     try:
@@ -314,13 +329,15 @@ def test_events_have_one_order_for_all():
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_goes_on(tmp_path):
-    """Both replicas are lost once, the first of them with the rank that prints. Steps and losses are those of one start."""
+def test_custom_loop_continues_after_a_replica_fails(tmp_path):
+    """Both replicas fail once, the first of them with the rank that prints. Steps and losses equal
+    one start.
+    """
     script = (Path(__file__).parent.parent / "examples/own_loop.py").read_text()
     script = script.replace("STEPS, GLOBAL", "_, GLOBAL")
     script = script.replace("def build_model", "STEPS = 80\n\n\ndef build_model", 1)
     (tmp_path / "plain.py").write_text(script)
-    # Who is killed before it is missed in the step that was begun.
+    # The rank is killed before it is missed in the current step.
     mean = "            mean = reduce(total)"
     script = script.replace(mean, f"            __import__('time').sleep(0.1)\n{mean}")
     script = script.replace('print(f"step', 'print(replicas.data_ranks, f"step', 1)
@@ -366,13 +383,18 @@ def test_a_loop_of_ones_own_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "victim", "step", "moment"), [
-    ({}, 0, 8, "send"), ({"fragments": 2, "delay": 2}, 1, 11, "forward"), ({"fragments": 2, "delay": 2}, 0, 10, "send"),
-])  # fmt: skip
-def test_outer_steps_leave_out_what_a_lost_replica_had_not_sent(
+@pytest.mark.parametrize(
+    ("more", "victim", "step", "moment"),
+    [
+        ({}, 0, 8, "send"),
+        ({"fragments": 2, "delay": 2}, 1, 11, "forward"),
+        ({"fragments": 2, "delay": 2}, 0, 10, "send"),
+    ],
+)
+def test_outer_steps_omit_unsent_updates_of_a_failed_replica(
     tmp_path, communicator, more, victim, step, moment
 ):
-    """The others compute its samples, and it comes back with what they share."""
+    """The other replicas compute its samples, and it rejoins with the shared parameters."""
     sync = {"name": "diloco", "every": 4, **more}
     words = ["launch.nproc_per_node=3", "launch.max_restarts=5", losing_outer_steps.__file__]
     told = json.dumps([sync, victim, step, moment])

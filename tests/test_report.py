@@ -1,4 +1,6 @@
-"""The report of three runs, one of which was restarted and went on with another layout: tables, figures, the page."""
+"""The report of three runs, one of them restarted and resumed on another layout: tables, figures,
+the page.
+"""
 
 import json
 import subprocess
@@ -13,39 +15,75 @@ from parallel2d.instruments.report.runs import find_runs, read_run
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 FOUR = {
-    "strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "hosts": HOSTS,
+    "strategy": "hybrid",
+    "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+    "hosts": HOSTS,
     "predicted": {"comm/replicate/bytes": 1e6, "comm/shard/bytes": 2e6, "comm/tensor/bytes": 0.0},
-}  # fmt: skip
+}
 TWO = {
-    **FOUR, "mesh": {"replicate": 1, "shard": 2, "tensor": 1}, "hosts": HOSTS[:2],
+    **FOUR,
+    "mesh": {"replicate": 1, "shard": 2, "tensor": 1},
+    "hosts": HOSTS[:2],
     "predicted": {"comm/replicate/bytes": 0.0, "comm/shard/bytes": 2e6, "time/step_s": 0.08},
-}  # fmt: skip
-ZERO3 = {**FOUR, "strategy": "zero3", "mesh": {"replicate": 1, "shard": 4, "tensor": 1}, "predicted": {"comm/shard/bytes": 4e6}}  # fmt: skip
+}
+ZERO3 = {
+    **FOUR,
+    "strategy": "zero3",
+    "mesh": {"replicate": 1, "shard": 4, "tensor": 1},
+    "predicted": {"comm/shard/bytes": 4e6},
+}
 LONG = "a-name-that-is-much-longer-than-a-legend-has-room-for-at-four-hundred-pixels-" + "x" * 30
 
 
 def row(step, segment, wall_s):
     found = {
-        "step": step, "segment": segment, "loss": 4.0 - 0.05 * step, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 100 * step,
-        "skipped_steps": 0, "goodput/wall_s": wall_s, "goodput/useful_s": 0.08 * step, "goodput/fraction": 0.08 * step / wall_s,
-        "goodput/lost_first_step_s": 0.5, "goodput/lost_restart_s": 2.0 if segment > 1 else 0.0, "memory/peak_rss_gib": 0.5,
-    }  # fmt: skip
+        "step": step,
+        "segment": segment,
+        "loss": 4.0 - 0.05 * step,
+        "grad_norm": 1.0,
+        "learning_rate": 0.1,
+        "tokens": 100 * step,
+        "skipped_steps": 0,
+        "goodput/wall_s": wall_s,
+        "goodput/useful_s": 0.08 * step,
+        "goodput/fraction": 0.08 * step / wall_s,
+        "goodput/lost_first_step_s": 0.5,
+        "goodput/lost_restart_s": 2.0 if segment > 1 else 0.0,
+        "memory/peak_rss_gib": 0.5,
+    }
     if step == 1:
         return found
     found |= {
-        "time/step_s": 0.1, "time/data_s": 0.01, "time/checkpoint_s": 0.02 if step % 10 == 0 else 0.0, "throughput/tokens_per_s": 1000.0,
-        "comm/replicate/bytes": 1e6 if segment < 3 else 0.0, "comm/shard/bytes": 2e6, "comm/tensor/bytes": 0.0,
-        "comm/replicate/exposed_seconds": 0.02, "comm/shard/exposed_seconds": 0.04, "comm/tensor/exposed_seconds": 0.0,
-    }  # fmt: skip
+        "time/step_s": 0.1,
+        "time/data_s": 0.01,
+        "time/checkpoint_s": 0.02 if step % 10 == 0 else 0.0,
+        "throughput/tokens_per_s": 1000.0,
+        "comm/replicate/bytes": 1e6 if segment < 3 else 0.0,
+        "comm/shard/bytes": 2e6,
+        "comm/tensor/bytes": 0.0,
+        "comm/replicate/exposed_seconds": 0.02,
+        "comm/shard/exposed_seconds": 0.04,
+        "comm/tensor/exposed_seconds": 0.0,
+    }
     return found | ({"validation/loss": 4.1 - 0.05 * step} if step % 10 == 0 else {})
 
 
 def segment(number, first_step, layout, restarted=False, words=("train.steps=30",)):
-    config = {"optimizer": {"lr": 0.1}, "mesh": layout["mesh"], "strategy": {"name": layout["strategy"]}}  # fmt: skip
+    config = {
+        "optimizer": {"lr": 0.1},
+        "mesh": layout["mesh"],
+        "strategy": {"name": layout["strategy"]},
+    }
     return {
-        "number": number, "first_step": first_step, "restarted": restarted, "begun": f"2026-11-22 10:0{number}:00 +0000", "command": list(words),
-        "config": config, "layout": layout, "versions": {"parallel2d": "0.1.0", "torch": "2.14.1"},
-    }  # fmt: skip
+        "number": number,
+        "first_step": first_step,
+        "restarted": restarted,
+        "begun": f"2026-11-22 10:0{number}:00 +0000",
+        "command": list(words),
+        "config": config,
+        "layout": layout,
+        "versions": {"parallel2d": "0.1.0", "torch": "2.14.1"},
+    }
 
 
 def write_run(folder, starts, rows, stopped=False):
@@ -59,7 +97,7 @@ def write_run(folder, starts, rows, stopped=False):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of three runs. One has a restart at step 11, and at step 21 another layout."""
+    """A folder of three runs. One run has a restart at step 11, and another layout at step 21."""
     base = tmp_path / "runs"
     steps = range(1, 31)
     write_run(base / "zero3", [segment(1, 1, ZERO3)], [row(n, 1, 0.2 + 0.1 * n) for n in steps])
@@ -85,7 +123,7 @@ def bars(figure):
     return {bar.name: list(bar.x) for bar in figure.data}
 
 
-def test_a_folder_stands_for_the_runs_below_it(folder, capsys):
+def test_report_of_a_folder_covers_its_runs(folder, capsys):
     assert [run.name for run in read(folder)] == [LONG, "hybrid", "zero3"]
     (folder / "sweep" / "0").mkdir(parents=True)
     (folder / "sweep" / "0" / "metrics.jsonl").write_text("")
@@ -99,12 +137,15 @@ def test_a_folder_stands_for_the_runs_below_it(folder, capsys):
     assert command.main([str(folder / "sweep"), "--markdown"]) == 2
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_of_one_name_are_distinguished_by_folder(tmp_path):
     for name in ("a/0", "b/0"):
         write_run(tmp_path / name, [segment(1, 1, FOUR)], [row(1, 1, 1.0)])
     assert command.main([str(tmp_path), "--markdown"]) == 0
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert [line[:20] for line in lines if "| hybrid | 2" in line] == ["| a/0 | hybrid | 2 x", "| b/0 | hybrid | 2 x"]  # fmt: skip
+    assert [line[:20] for line in lines if "| hybrid | 2" in line] == [
+        "| a/0 | hybrid | 2 x",
+        "| b/0 | hybrid | 2 x",
+    ]
 
 
 def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
@@ -114,23 +155,35 @@ def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
     assert "27 runs are too many for one page" in capsys.readouterr().err
 
 
-def test_events_of_a_run(folder):
+def test_report_lists_events_of_a_run(folder):
     _, hybrid, zero3 = read(folder)
     events = events_of(hybrid)
     assert [(kind, step) for kind, step, _ in events] == [
-        ("start", 1), ("restart", 11), ("start", 21), ("changed settings", 21),
-        ("checkpoint", 10), ("checkpoint", 20), ("checkpoint", 30), ("stop", 30),
-    ]  # fmt: skip
+        ("start", 1),
+        ("restart", 11),
+        ("start", 21),
+        ("changed settings", 21),
+        ("checkpoint", 10),
+        ("checkpoint", 20),
+        ("checkpoint", 30),
+        ("stop", 30),
+    ]
     assert events[0][2] == (
         "start 1, 2026-11-22 10:01:00 +0000, parallel2d 0.1.0 torch 2.14.1: parallel2d train train.steps=30"
     )
     assert "mesh.replicate: 2 -> 1" in events[3][2]
     assert {kind for kind, _, _ in events_of(zero3)} == {"start", "checkpoint"}
     shown = [(each["event"], each["step"]) for each in tables([hybrid])["Events"]]
-    assert shown == [("start", "1"), ("restart", "11"), ("start", "21"), ("changed settings", "21"), ("stop", "30")]  # fmt: skip
+    assert shown == [
+        ("start", "1"),
+        ("restart", "11"),
+        ("start", "21"),
+        ("changed settings", "21"),
+        ("stop", "30"),
+    ]
 
 
-def test_replicas_that_come_and_go_are_events(tmp_path):
+def test_failed_and_joining_replicas_are_events(tmp_path):
     names = (
         "step",
         "replicas/present",
@@ -144,23 +197,31 @@ def test_replicas_that_come_and_go_are_events(tmp_path):
     ]
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
     assert [(step, text) for kind, step, text in events_of(run) if kind == "replicas"] == [
-        (2, "1 are there, 0 have joined; 8 samples computed again, 0.5 s lost"), (3, "2 are there, 1 have joined; 0 samples computed again, 0 s lost"),
-    ]  # fmt: skip
+        (2, "1 are there, 0 have joined; 8 samples computed again, 0.5 s lost"),
+        (3, "2 are there, 1 have joined; 0 samples computed again, 0 s lost"),
+    ]
 
 
-def test_one_mean_is_in_all_places(tmp_path):
+def test_report_shows_one_mean_everywhere(tmp_path):
     seconds = [0.1] * 9 + [1.1]
-    rows = [{"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s} for n, s in enumerate(seconds, 1)]  # fmt: skip
+    rows = [
+        {"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s}
+        for n, s in enumerate(seconds, 1)
+    ]
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, TWO)], rows)))
     (compared,) = tables([run])["Runs"]
     assert compared["time of a step (mean)"] == "200 ms"
     assert compared["time of a step (median)"] == "100 ms"
     assert compared["tokens/s (mean)"] == "500"  # 1,000 tokens in 2 seconds
     beside, _ = tables([run])["Measured and predicted"]
-    assert (beside["measured"], beside["predicted"], beside["difference"]) == ("200 ms", "80 ms", "+150.00%")  # fmt: skip
+    assert (beside["measured"], beside["predicted"], beside["difference"]) == (
+        "200 ms",
+        "80 ms",
+        "+150.00%",
+    )
 
 
-def test_each_layout_of_a_run_has_rows_of_its_own(folder):
+def test_each_layout_of_a_run_has_separate_rows(folder):
     found = tables(read(folder))
     hybrid = [each for each in found["Runs"] if each["run"].startswith("hybrid")]
     assert [each["mesh"] for each in hybrid] == ["2 x 2 x 1", "1 x 2 x 1"]
@@ -175,7 +236,7 @@ def test_each_layout_of_a_run_has_rows_of_its_own(folder):
     assert shares["waits for shard (of a step)"] == "40.0%"
 
 
-def test_settings_that_differ_are_shown(folder):
+def test_differing_settings_are_shown(folder):
     settings = {each[""]: each for each in tables(read(folder))["Settings that differ"]}
     assert set(settings) == {"mesh.replicate", "mesh.shard", "strategy.name"}
     assert settings["strategy.name"]["zero3"] == "zero3"
@@ -215,7 +276,7 @@ def test_curves_have_a_line_for_each_run_and_marks_for_its_events(folder):
 
 
 @pytest.mark.extras("plotly")
-def test_bars_add_up_to_the_whole(folder):
+def test_bars_add_up_to_the_wall_time(folder):
     drawn = figures(folder)
     step = bars(drawn["Where a step's time goes (means)"])
     # Each of the four layouts, in milliseconds
@@ -224,13 +285,15 @@ def test_bars_add_up_to_the_whole(folder):
     assert "waits for tensor" not in step
     wall = bars(drawn["Where the wall time goes"])
     # Of each of the three runs, in seconds
-    assert [sum(each) for each in zip(*wall.values(), strict=True)] == pytest.approx([3.0, 6.2, 3.2])  # fmt: skip
+    assert [sum(each) for each in zip(*wall.values(), strict=True)] == pytest.approx(
+        [3.0, 6.2, 3.2]
+    )
     assert wall["useful"] == pytest.approx([2.4] * 3)
     assert wall["restart"] == pytest.approx([0.0, 2.0, 0.0])
 
 
 @pytest.mark.extras("plotly")
-def test_bytes_are_measured_beside_predicted(folder):
+def test_measured_and_predicted_bytes_are_shown(folder):
     moved = bars(figures(folder)["Bytes that a rank sends per step (means)"])
     assert list(moved) == ["replicate", "replicate, predicted", "shard", "shard, predicted"]
     assert moved["shard"] == [2.0] * 4  # MB
@@ -245,12 +308,18 @@ OVERFLOWING = """[...document.querySelectorAll('body *')]
 # Axis labels that begin left of the page, where a run's name would be cut
 CUT = """[...document.querySelectorAll('.ytick text')]
   .filter(each => each.getBoundingClientRect().left < 0).map(each => each.textContent)"""
-DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].filter(each => each._fullLayout?._size).length"  # fmt: skip
+DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].filter(each => each._fullLayout?._size).length"
 CURVES = "document.getElementById('figure-0')"
 BUTTONS = f"[...{CURVES}.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)"
 X = f"{CURVES}.calcdata[0].at(-1).x"
-CHOOSE = CURVES + """.querySelectorAll('.updatemenu-header')[{0}].dispatchEvent(new MouseEvent('click'))"""  # fmt: skip
-PRESS = CURVES + """.querySelectorAll('.updatemenu-dropdown-button')[{0}].dispatchEvent(new MouseEvent('click'))"""  # fmt: skip
+CHOOSE = (
+    CURVES
+    + """.querySelectorAll('.updatemenu-header')[{0}].dispatchEvent(new MouseEvent('click'))"""
+)
+PRESS = (
+    CURVES
+    + """.querySelectorAll('.updatemenu-dropdown-button')[{0}].dispatchEvent(new MouseEvent('click'))"""
+)
 
 
 @pytest.mark.extras("plotly")
@@ -262,7 +331,13 @@ def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
     browser = Browser(chromium, tmp_path / "profile")
     try:
         for width in (1200, 400):
-            browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)  # fmt: skip
+            browser.call(
+                "Emulation.setDeviceMetricsOverride",
+                width=width,
+                height=900,
+                deviceScaleFactor=1,
+                mobile=False,
+            )
             browser.ask("window.isOld = true")
             browser.open((tmp_path / "out" / "report.html").as_uri())
             browser.wait_for(f"window.isOld ? -1 : {DRAWN}", lambda count: count == 4)

@@ -23,7 +23,7 @@ def make_run(folder):
     return write_run(folder, [segment(1, 1, FOUR)], [row(n, 1, 0.1 * n) for n in range(1, 11)])
 
 
-def test_a_report_of_one_run_lies_in_it(tmp_path):
+def test_report_of_one_run_is_written_to_its_directory(tmp_path):
     run = make_run(tmp_path / "run")
     for name in ("layout.json", "segments.jsonl", "summary.json"):
         (run / name).unlink()
@@ -31,7 +31,7 @@ def test_a_report_of_one_run_lies_in_it(tmp_path):
     assert "| run | - | ? | - | 10 |" in (run / "report.md").read_text()
 
 
-def test_a_report_follows_no_link_out_of_the_run(tmp_path):
+def test_report_follows_no_symlink_out_of_the_run(tmp_path):
     run, outside = make_run(tmp_path / "run"), tmp_path / "outside"
     outside.write_text("mine")
     (run / "report.md").symlink_to(outside)
@@ -42,7 +42,7 @@ def test_a_report_follows_no_link_out_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "torn", "layout"])
-def test_a_report_of_something_else_is_one_message(tmp_path, capsys, what):
+def test_report_of_an_invalid_path_gives_one_message(tmp_path, capsys, what):
     folder = tmp_path / "run"
     if what != "missing":
         folder.mkdir()
@@ -69,16 +69,16 @@ def write_number(run, number):
             values = {key: number for key in COLUMNS if key != "step"}
             pairs = ", ".join(f'"{key}": {value}' for key, value in values.items())
             file.write(f'{{"step": {step}, {pairs}}}\n')
-    layout = f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": {{"comm/shard/bytes": {number}}}}}'  # fmt: skip
+    layout = f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": {{"comm/shard/bytes": {number}}}}}'
     (run / "layout.json").write_text(layout)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_report_takes_no_number_that_is_none(tmp_path, number, recwarn):
+def test_report_skips_invalid_numbers(tmp_path, number, recwarn):
     run = make_run(tmp_path / "run")
     (run / "segments.jsonl").unlink()
     write_number(run, number)
-    # A layout with the longest of them is no JSON for Python.
+    # A layout with the longest of them is not JSON for Python.
     assert report([str(run), "--markdown"]) in (0, 2)
     assert not recwarn.list
     if number == "1e308":
@@ -87,7 +87,7 @@ def test_a_report_takes_no_number_that_is_none(tmp_path, number, recwarn):
 
 @pytest.mark.extras("plotly")
 @pytest.mark.parametrize("number", ["NaN", "1e308", "1e-320"])
-def test_a_page_takes_no_number_that_is_none(tmp_path, number):
+def test_page_skips_invalid_numbers(tmp_path, number):
     run = make_run(tmp_path / "run")
     write_number(run, number)
     if report([str(run), "--out", str(tmp_path / "out")]) == 0:
@@ -99,7 +99,7 @@ def test_a_page_takes_no_number_that_is_none(tmp_path, number):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "layout.json"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "deep", "device"])
-def test_a_report_reads_files_alone(tmp_path, capsys, name, kind):
+def test_report_reads_only_regular_files(tmp_path, capsys, name, kind):
     run = make_run(tmp_path / "run")
     (run / name).unlink()
     if kind == "pipe":
@@ -127,7 +127,7 @@ def hostile_run(folder):
     return run
 
 
-def test_names_reach_neither_terminal_nor_text_as_they_are(tmp_path, capsys):
+def test_names_are_escaped_in_terminal_and_text(tmp_path, capsys):
     run = hostile_run(tmp_path)
     assert report([str(run), "--markdown", "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "report.md").read_text()
@@ -138,7 +138,7 @@ def test_names_reach_neither_terminal_nor_text_as_they_are(tmp_path, capsys):
 
 
 @pytest.mark.extras("plotly")
-def test_names_are_no_tags_of_a_page_or_of_its_figures(tmp_path):
+def test_names_are_escaped_in_pages_and_figures(tmp_path):
     from parallel2d.instruments.report.drawings import drawings
 
     hostile = read_run(str(hostile_run(tmp_path)))
@@ -173,17 +173,19 @@ def grown_by_report(tmp_path, rows):
     with open(run / "metrics.jsonl", "w") as file:
         for step in range(1, rows + 1):
             file.write(json.dumps({"step": step, "loss": 5 / step, "time/step_s": 0.1}) + "\n")
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(run)], capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(run)], capture_output=True, text=True, check=True
+    )
     assert f"| {rows} |" in (run / "report.md").read_text()
     return int(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("count", [50_000, pytest.param(10**7, marks=pytest.mark.soak)])
-def test_memory_of_a_report_does_not_grow_with_its_rows(tmp_path, count):
+def test_report_memory_does_not_grow_with_rows(tmp_path, count):
     assert grown_by_report(tmp_path, count) < 30 * 2**20
 
 
-def test_a_line_that_is_too_long_is_no_row(tmp_path):
+def test_overlong_line_is_not_a_row(tmp_path):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
         for value in ({"step": 11, "x": "a" * 2**17}, {"step": 12, "loss": 1.0}):
@@ -191,10 +193,17 @@ def test_a_line_that_is_too_long_is_no_row(tmp_path):
     assert list(read_run(str(run))["step"][-2:]) == [10, 12]
 
 
-def test_what_few_of_many_rows_hold_is_kept(tmp_path):
+def test_rare_columns_survive_thinning(tmp_path):
     rows = []
     for step in range(1, 10_001):
-        rows.append({"step": step, "loss": 1.0, "time/step_s": 0.1, "comm/replicate/bytes": 30.0 * (step % 30 == 0)})  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                "loss": 1.0,
+                "time/step_s": 0.1,
+                "comm/replicate/bytes": 30.0 * (step % 30 == 0),
+            }
+        )
     rows[6998]["loss"] = None
     rows[2999] |= {"validation/loss": 0.5, "time/checkpoint_s": 1.0}
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
@@ -207,7 +216,7 @@ def test_what_few_of_many_rows_hold_is_kept(tmp_path):
 
 
 @pytest.mark.extras("plotly")
-def test_a_page_of_rows_that_hold_nothing_but_their_step(tmp_path):
+def test_page_of_rows_with_only_a_step(tmp_path):
     run = write_run(tmp_path / "run", [segment(1, 1, FOUR)], [{"step": 1}, {"step": 2}])
     assert "Training loss" in page([read_run(str(run))])
 
@@ -221,12 +230,17 @@ def test_a_report_is_written_in_any_locale(tmp_path):
     assert "日本" in (run / "report.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"\n" * 300, "more than 100 lines are no rows"),
-    (b'{"step": 1}\n' * 600, "more than 500 lines"),
-    (None, "more than 1 GiB"),
-])  # fmt: skip
-def test_rows_that_no_run_writes_are_refused_soon(tmp_path, capsys, monkeypatch, content, message):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n" * 300, "more than 100 lines are no rows"),
+        (b'{"step": 1}\n' * 600, "more than 500 lines"),
+        (None, "more than 1 GiB"),
+    ],
+)
+def test_impossible_rows_are_refused_in_bounded_time(
+    tmp_path, capsys, monkeypatch, content, message
+):
     monkeypatch.setattr(metrics_row, "_MOST_BROKEN", 100)
     monkeypatch.setattr(metrics_row, "_MOST_LINES", 500)
     monkeypatch.setattr(metrics_row, "_LARGEST_FILE", 1 << 30)

@@ -1,4 +1,6 @@
-"""A run that is stopped and goes on elsewhere: the same global batches and losses as the run nobody disturbed."""
+"""A run that is stopped and resumed elsewhere has the same global batches and losses as an
+undisturbed run.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,7 @@ from parallel2d.training.checkpoint import Checkpoint
 
 
 @pytest.mark.slow
-def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder):
+def test_resume_on_other_layouts_keeps_batches_and_losses(ranks, folder):
     assert ranks.run(4, jobs.run, str(folder), str(folder / "whole"), (), 8)[0] == 0
     moved = str(folder / "moved")
     # saved 2; step 3 is lost
@@ -33,7 +35,13 @@ def test_stops_and_other_layouts_change_neither_batches_nor_losses(ranks, folder
     assert [json.loads(path.read_text().splitlines()[-1])["step"] for path in undone] == [3, 5]
 
 
-AVERAGED = ("train.ema=0.9", "checkpoint.every=1", "checkpoint.keep_last=0", "train.validate_every=1", "optimizer.lr=0.01")  # fmt: skip
+AVERAGED = (
+    "train.ema=0.9",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=0",
+    "train.validate_every=1",
+    "optimizer.lr=0.01",
+)
 
 
 def saved(folder: Path, kind: str, step: int):
@@ -43,7 +51,9 @@ def saved(folder: Path, kind: str, step: int):
 
 
 def follow_the_weights(run_dir: Path, step: int) -> bool:
-    """Whether the averages after ``step`` are those before it and the weights, with decay 0.9."""
+    """True if the EMA weights after ``step`` follow from the previous EMA weights and the weights,
+    with decay 0.9.
+    """
     before, weights = saved(run_dir, "ema", step - 1), saved(run_dir, "model", step)
     expected = {name: 0.9 * before[name] + 0.1 * each for name, each in weights.items()}
     return largest_difference(saved(run_dir, "ema", step), expected) <= 1e-14
@@ -54,7 +64,7 @@ def validation(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_averages_of_weights_go_on_on_another_layout_and_are_exported(ranks, folder):
+def test_ema_weights_resume_on_another_layout_and_are_exported(ranks, folder):
     alone, moved = folder / "alone", folder / "moved"
     ranks.run(1, jobs.run, str(folder), str(alone), (*AVERAGED, "strategy=ddp"), 2)
     for world, word in ((4, "strategy=hybrid_full"), (2, "strategy=zero3")):
@@ -71,7 +81,7 @@ def test_averages_of_weights_go_on_on_another_layout_and_are_exported(ranks, fol
 
 
 @pytest.mark.slow
-def test_averages_are_what_is_validated_and_of_what_replicas_of_diloco_share(ranks, folder):
+def test_ema_weights_are_validated_and_follow_shared_parameters_of_diloco(ranks, folder):
     run_dir, words = folder / "run", (*AVERAGED, "sync=diloco", "sync.every=2")
     for steps in (2, 1):
         ranks.run(4, jobs.run, str(folder), str(run_dir), words, steps)
@@ -87,7 +97,7 @@ def test_averages_are_what_is_validated_and_of_what_replicas_of_diloco_share(ran
     assert validation(folder / "again") == pytest.approx(validation(run_dir)[-1:], rel=1e-10)
 
 
-def test_fp16_scale_and_skipped_steps_survive_a_stop_and_all_is_bitwise_the_same(ranks, folder):
+def test_fp16_loss_scale_and_skipped_steps_resume_bitwise(ranks, folder):
     words = ("precision=fp16", "optimizer.lr=1e-3", "train.micro_batch_size=2")
     ranks.run(2, jobs.run, str(folder), str(folder / "whole"), words, 8)
     for steps in (4, 4):

@@ -1,4 +1,4 @@
-"""What a run directory says about its starts and its end, and what a sweep says about its jobs."""
+"""Records of starts and ends in a run directory, and of the jobs in a sweep."""
 
 import dataclasses
 import json
@@ -37,7 +37,11 @@ from parallel2d.training.run_directory.start import (
     read_segments,
 )
 
-LAYOUT = {"strategy": "hybrid", "mesh": {"replicate": 2, "shard": 2, "tensor": 1}, "predicted": {"comm/shard/bytes": 8.0}}  # fmt: skip
+LAYOUT = {
+    "strategy": "hybrid",
+    "mesh": {"replicate": 2, "shard": 2, "tensor": 1},
+    "predicted": {"comm/shard/bytes": 8.0},
+}
 
 
 def job_in(run_dir, **more):
@@ -70,7 +74,7 @@ def test_each_start_is_a_segment(tmp_path):
     assert json.loads((tmp_path / "layout.json").read_text()) == other
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "2"
     assert not (tmp_path / ".hydra-pending-2").exists()
-    # That of another start, which may still be accepted
+    # The record of another start, which may still be accepted
     discard_pending(job)
     assert (tmp_path / ".hydra-pending-1").exists()
     discard_pending(job_in(tmp_path, records=".hydra-pending-1"))
@@ -78,7 +82,7 @@ def test_each_start_is_a_segment(tmp_path):
     assert json.loads((tmp_path / "owner.json").read_text())["token"]
 
 
-def test_damaged_lines_are_no_segments_and_swallow_none(tmp_path):
+def test_damaged_lines_are_skipped_without_losing_segments(tmp_path):
     accept(job_in(tmp_path), LAYOUT, 0)
     with open(tmp_path / "segments.jsonl", "a") as file:
         file.write('[1, 2]\n{"number": "3", "first_step": 1}\nnonsense\n{"number": 7, "fir')
@@ -100,8 +104,16 @@ def test_a_resume_from_another_run_is_compared_with_that_run(tmp_path):
 
 
 def test_changes_name_keys_of_every_depth():
-    before = Segment(1, 1, False, "", config={"a": {"b": 1, "c": {"d": True}}, "launch": {"host_id": "x"}})  # fmt: skip
-    now = Segment(2, 1, False, "", config={"a": {"b": 1, "c": {"d": False}, "e": None}, "launch": {"host_id": "y"}})  # fmt: skip
+    before = Segment(
+        1, 1, False, "", config={"a": {"b": 1, "c": {"d": True}}, "launch": {"host_id": "x"}}
+    )
+    now = Segment(
+        2,
+        1,
+        False,
+        "",
+        config={"a": {"b": 1, "c": {"d": False}, "e": None}, "launch": {"host_id": "y"}},
+    )
     assert changes_since(before, now) == ["a.c.d: true -> false"]
     longer = dataclasses.replace(now, config={"a": {"b": "x" * 500, "c": {"d": True}}})
     (line,) = [each for each in changes_since(before, longer) if each.startswith("a.b")]
@@ -145,7 +157,7 @@ def test_a_run_ends_with_a_summary(tmp_path):
     assert "did you mean validation/loss?" in objective_missing("validation_loss", str(tmp_path))
 
 
-def test_a_full_disk_at_the_end_fails_no_run(tmp_path, monkeypatch):
+def test_full_disk_at_the_end_does_not_fail_the_run(tmp_path, monkeypatch):
     write_rows(tmp_path)
 
     def full(*_):
@@ -158,14 +170,14 @@ def test_a_full_disk_at_the_end_fails_no_run(tmp_path, monkeypatch):
     assert read_objective(str(tmp_path)) is None
 
 
-def test_an_accepted_start_removes_the_summary_of_the_one_before(tmp_path):
+def test_accepted_start_removes_the_previous_summary(tmp_path):
     write_rows(tmp_path)
     summarize(job_in(tmp_path), stopped=False, checkpoint=None)
     accept(job_in(tmp_path), LAYOUT, 3)
     assert read_objective(str(tmp_path)) is None
 
 
-def test_a_failure_is_kept_after_what_was_logged(tmp_path):
+def test_failure_is_recorded_after_the_logged_rows(tmp_path):
     (tmp_path / "train.log").write_text("before\n")
     note_failure(str(tmp_path), "it\nfailed")
     before, first, second = (tmp_path / "train.log").read_text().splitlines()
@@ -177,8 +189,13 @@ def test_a_failure_is_kept_after_what_was_logged(tmp_path):
     ("restarted", "begun_ago", "lost"),
     [(True, 7200.0, 3600.0), (True, 60.0, 60.0), (False, 7200.0, 0.0)],
 )
-def test_the_hours_between_two_starts_are_not_lost(restarted, begun_ago, lost):
-    row = {"step": 2, "goodput/wall_s": 4.0, "goodput/useful_s": 3.0, "goodput/unix_s": time.time() - 3600}  # fmt: skip
+def test_time_between_two_starts_is_not_lost_time(restarted, begun_ago, lost):
+    row = {
+        "step": 2,
+        "goodput/wall_s": 4.0,
+        "goodput/useful_s": 3.0,
+        "goodput/unix_s": time.time() - 3600,
+    }
     after = Goodput()
     after.resume(2, row, row, restarted=restarted, not_before=time.time() - begun_ago)
     found = after.row()
@@ -186,11 +203,11 @@ def test_the_hours_between_two_starts_are_not_lost(restarted, begun_ago, lost):
     assert found["goodput/wall_s"] == pytest.approx(4 + lost, abs=5)
 
 
-def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
+def test_starts_on_one_layout_are_one_row(tmp_path):
     for finished, host in ((0, "a"), (2, "b")):
         accept(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
     write_rows(tmp_path)
-    # Of this start there is no row.
+    # This start has not written a row.
     accept(job_in(tmp_path), {**LAYOUT, "strategy": "ddp", "predicted": {}}, 3)
     (part,) = parts_of(read_run(str(tmp_path)))
     assert part.name == tmp_path.name
@@ -200,7 +217,7 @@ def test_starts_on_one_layout_are_one_row_whatever_came_after(tmp_path):
     assert f"| {tmp_path.name} | hybrid | 2 x 2 x 1 | yes |" in told
 
 
-def test_a_layout_is_certified_and_so_are_workers_that_replace_others_on_it(tmp_path):
+def test_parity_status_of_a_layout_covers_restarted_workers(tmp_path):
     accept(job_in(tmp_path, certified=True), LAYOUT, 0)
     other = {**LAYOUT, "strategy": "zero3"}
     accept(job_in(tmp_path), other, 2)
@@ -225,7 +242,7 @@ def test_a_run_that_diverged_has_no_finite_objective(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["last"]["loss"] is None
 
 
-def test_the_command_to_go_on_leaves_out_how_the_run_began(tmp_path, monkeypatch):
+def test_resume_command_omits_initial_checkpoint_settings(tmp_path, monkeypatch):
     write_rows(tmp_path)
     words = ("--config-dir", "my conf", "launch.host_id=n1", "checkpoint.resume=never")
     words += ("+train.steps=3", "train.seed=2")
@@ -250,7 +267,7 @@ def test_a_huge_file_of_segments_is_refused(tmp_path):
         read_segments(str(tmp_path))
 
 
-def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, monkeypatch):
+def test_start_without_record_does_not_lock_the_directory(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(27, "no disk", "segments.jsonl")
 
@@ -260,7 +277,7 @@ def test_a_start_that_cannot_be_recorded_does_not_take_the_directory(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_rate_is_said_and_a_log_is_escaped():
+def test_changed_learning_rate_is_logged_and_the_log_is_escaped():
     said, config = [], TrainConfig()
     before = dataclasses.asdict(config)
     _log_new_rate(config, before, 60, SimpleNamespace(log=said.append))
@@ -271,13 +288,16 @@ def test_another_rate_is_said_and_a_log_is_escaped():
     assert _Escaped().format(logging.makeLogRecord({"msg": "a\x1b[31m"})) == "a\\x1b[31m"
 
 
-def test_a_sweep_is_told_best_first(tmp_path, monkeypatch):
+def test_sweep_lists_runs_best_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs = []
     for number, value in enumerate((2.5, ConfigError("it failed"), 1.5)):
         job = {"num": number}
         runtime = {"output_dir": str(tmp_path / "sweep" / str(number))}
-        done = JobReturn(["a=1", f"b={number}"], hydra_cfg=OmegaConf.create({"hydra": {"job": job, "runtime": runtime}}))  # fmt: skip
+        done = JobReturn(
+            ["a=1", f"b={number}"],
+            hydra_cfg=OmegaConf.create({"hydra": {"job": job, "runtime": runtime}}),
+        )
         done.return_value, done.status = value, JobStatus.COMPLETED
         jobs.append(done)
     (tmp_path / "sweep" / "2").mkdir(parents=True)
@@ -295,7 +315,7 @@ SWEEP = ("-m", *SMALL, "launch.nproc_per_node=1", "metrics.console=silent", "hyd
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_job_that_fails(folder):  # noqa: F811
+def test_sweep_continues_after_a_failed_job(folder):  # noqa: F811
     done = execute(folder, *SWEEP, "model.n_heads=7,8")
     assert done.returncode == 2
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
@@ -306,7 +326,12 @@ def test_a_sweep_goes_on_after_a_job_that_fails(folder):  # noqa: F811
 
 @pytest.mark.extras("hydra_plugins.hydra_optuna_sweeper")
 def test_optuna_minimizes_the_objective(folder):  # noqa: F811
-    words = ("hydra/sweeper=optuna", "optimizer.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")  # fmt: skip
+    words = (
+        "hydra/sweeper=optuna",
+        "optimizer.lr=interval(1e-4,1e-2)",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=1",
+    )
     done = execute(folder, *SWEEP, *words)
     assert done.returncode == 0, done.stderr
     best = yaml.safe_load((folder / "sweep/optimization_results.yaml").read_text())
@@ -320,7 +345,7 @@ def test_optuna_minimizes_the_objective(folder):  # noqa: F811
 
 
 @pytest.mark.extras("hydra_plugins.hydra_joblib_launcher")
-def test_jobs_of_joblib_are_labelled_and_their_failures_found(folder):  # noqa: F811
+def test_joblib_jobs_are_labelled_and_failures_reported(folder):  # noqa: F811
     sweep = [word for word in SWEEP if not word.startswith("metrics.console")]
     words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "model.n_heads=8,7,4")
     done = execute(folder, *sweep, *words)
@@ -329,7 +354,11 @@ def test_jobs_of_joblib_are_labelled_and_their_failures_found(folder):  # noqa: 
     assert told
     assert all(line.startswith(("[#0] ", "[#2] ")) for line in told), told
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
-    assert {line[0]: line[1] == "failed" for line in lines} == {"#0": False, "#1": True, "#2": False}  # fmt: skip
+    assert {line[0]: line[1] == "failed" for line in lines} == {
+        "#0": False,
+        "#1": True,
+        "#2": False,
+    }
     assert "must be a multiple of model.n_heads=7" in done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Joining and leaving: again and again in one process, timeouts, barriers that name who is late, reductions."""
+"""Setup and teardown, many times in one process; timeouts; barriers that name late ranks;
+reductions.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ PROGRAM = Path(__file__).with_name("runtime_runs.py")
 
 
 def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, Any]]]:
-    """Runs functions of `runtime_runs` in fresh processes, by rank and call; ``ranks=0``: in one without any environment."""
+    """Runs functions of `runtime_runs` in fresh processes, by rank and call; ``ranks=0``: in one
+    without any environment.
+    """
     of_ranks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in of_ranks}
     kept["OMP_NUM_THREADS"] = "1"
@@ -57,13 +61,15 @@ def start(ranks: int, *calls: str, timeout: float = 120) -> list[list[dict[str, 
 
 @pytest.fixture(scope="module")
 def three_ranks() -> list[list[dict[str, Any]]]:
-    """Answers of three ranks to soak, timeouts and late, all in one process each: what one leaves behind would harm the next."""
+    """Answers of three ranks to soak, timeouts and late, all in one process each: leftovers of one
+    would harm the next.
+    """
     return start(3, "soak:5", "timeouts", "late")
 
 
 @pytest.fixture(scope="module")
 def one_process() -> list[dict[str, Any]]:
-    return start(0, "alone", "signals", "foreign")[0]
+    return start(0, "single_process", "signals", "foreign")[0]
 
 
 def check_nothing_is_left(answers: list[dict[str, Any]], resident: float) -> None:
@@ -79,14 +85,14 @@ def check_nothing_is_left(answers: list[dict[str, Any]], resident: float) -> Non
 
 
 @pytest.mark.soak
-def test_a_hundred_setups_leave_nothing_behind():
+def test_hundred_setups_leave_no_threads_or_files():
     check_nothing_is_left(
         [answers[0] for answers in start(2, "soak:100", timeout=500)], resident=48 * 2**20
     )
 
 
 @pytest.mark.slow
-def test_without_a_launcher_the_process_is_the_only_rank(one_process):
+def test_process_without_a_launcher_is_the_only_rank(one_process):
     answer = one_process[0]
     rank, world, reduced, backend, told = answer["answer"]
     assert (rank, world, reduced, backend) == (0, 1, [1.0, 1.0], "gloo")
@@ -143,11 +149,11 @@ def test_a_barrier_names_the_late_rank_and_its_host(three_ranks):
     assert last["told"] == ""
 
 
-def test_teardown_puts_signal_handlers_back(one_process):
+def test_teardown_restores_signal_handlers(one_process):
     assert one_process[1] == {"heard": True, "restored": True, "forgotten": True}
 
 
-def test_no_thread_of_a_destroyed_group_is_left_when_python_ends(one_process):
+def test_destroyed_group_leaves_no_thread_at_exit(one_process):
     assert one_process[2]["threads"] > 0, "and at its end the process has found none"
 
 
@@ -157,7 +163,7 @@ def test_a_first_timeout_below_the_later_one_is_refused():
     teardown()  # without a process group: nothing to do
 
 
-def test_the_first_step_may_wait_half_an_hour_or_as_long_as_any():
+def test_first_step_timeout_is_half_an_hour_or_the_longer_of_both():
     assert LaunchConfig().longest_wait == 1800
     assert LaunchConfig(timeout=3600).longest_wait == 3600
     assert LaunchConfig(first_step_timeout=900).longest_wait == 900
@@ -190,7 +196,7 @@ def reductions() -> None:
     assert [reduce(3.5), reduce("text"), reduce(None)] == [3.5, "text", None]
 
 
-def test_reduce_keeps_its_input_and_takes_every_operation(ranks):
+def test_reduce_keeps_its_input_and_supports_every_operation(ranks):
     ranks.run(2, reductions)
 
 

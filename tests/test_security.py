@@ -12,16 +12,25 @@ from jobs import wait_for
 
 from parallel2d.base.files import private_folders as folders
 
-# tools/ stands beside tests/ and is not installed
+# tools/ is next to tests/ and is not installed
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
 from tools.cluster import Cluster, Job, why_not
 
 NOBODY = 65534
 TRAIN = (
-    "-m", "parallel2d.train", "model=llama_debug", "train.seq_len=16", "train.global_batch_size=8", "model.n_layers=1",
-    "train.validate_every=0", "metrics.console=plain", "metrics.tensorboard=false", "precision=fp64", "scheduler=constant",
+    "-m",
+    "parallel2d.train",
+    "model=llama_debug",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "model.n_layers=1",
+    "train.validate_every=0",
+    "metrics.console=plain",
+    "metrics.tensorboard=false",
+    "precision=fp64",
+    "scheduler=constant",
     "metrics.log_every=1",
-)  # fmt: skip
+)
 
 ATTACK = r"""
 import os, pickle, random, socket, sys, time
@@ -62,8 +71,8 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
 
 @pytest.mark.slow
 @needs_root
-def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
-    """Where the launcher would keep its records, another user has put one that names a command."""
+def test_shared_folder_of_another_user_is_not_used(tmp_path):
+    """Another user has put a record that names a command into the record folder of the launcher."""
     shared, marker = tmp_path / "tmp", tmp_path / "ran"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -74,8 +83,12 @@ def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
         "TMPDIR": str(shared)
     }
     words = [
-        sys.executable, *TRAIN, "train.steps=1", "launch.nproc_per_node=1", f"hydra.run.dir={tmp_path}/run",
-    ]  # fmt: skip
+        sys.executable,
+        *TRAIN,
+        "train.steps=1",
+        "launch.nproc_per_node=1",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert f"{around}: belongs to user {NOBODY}" in ended.stderr
@@ -84,7 +97,7 @@ def test_a_folder_that_somebody_else_holds_is_not_used(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_two_nodes_need_a_secret_and_somebody_on_the_network_changes_nothing(tmp_path):
+def test_two_nodes_need_a_secret_and_strangers_change_no_loss(tmp_path):
     """While two nodes meet, train and end, a third host throws pickles and noise at their store."""
     words = [*TRAIN, "train.steps=12", "mesh.replicate=2", "strategy=hybrid"]
     secret, marker, over = tmp_path / "secret", tmp_path / "ran", tmp_path / "over"

@@ -1,4 +1,6 @@
-"""The self-check as a first user starts it: what passes on the CPU path, a wrong gradient, a run that is not resumed."""
+"""The self-check as a first user starts it: passing checks on the CPU path, a wrong gradient, a
+run that is not resumed.
+"""
 
 import os
 from pathlib import Path
@@ -11,7 +13,9 @@ from parallel2d.instruments.preflight.self_check import GRADIENTS, RUNS
 
 
 def self_check(*options: str, package: Path | None = None):
-    """The exit code, the first line, the rows of the table by check, and the last line. ``package``: the folder of another package."""
+    """The exit code, the first line, the rows of the table by check, and the last line.
+    ``package``: the folder of another package.
+    """
     environment = dict(os.environ)
     if package is not None:
         environment["PYTHONPATH"] = str(package)
@@ -24,7 +28,7 @@ def self_check(*options: str, package: Path | None = None):
 
 
 def package_with(folder: Path, file: str, right: str, wrong: str) -> Path:
-    """A folder with a copy of the package in which one place of ``file`` is other."""
+    """A folder with a copy of the package and one changed place in ``file``."""
     path = copy_of_the_package(folder) / file
     text = path.read_text()
     assert text.count(right) == 1
@@ -32,7 +36,7 @@ def package_with(folder: Path, file: str, right: str, wrong: str) -> Path:
     return folder
 
 
-def test_late_gradients_pass_on_the_cpu_path_and_the_report_says_that_no_gpu_was_checked():
+def test_late_gradients_pass_on_cpu_and_report_names_missing_gpu():
     code, first, table, last = self_check("--only=streams", "--nproc=4")
     assert first.startswith("4 x CPU, torch ")
     assert first.endswith(": this checks the CPU path only, with gloo")
@@ -86,7 +90,7 @@ def test_gradient_that_is_read_before_it_is_written_fails(tmp_path, file, right,
 
 
 @pytest.mark.soak
-def test_run_that_begins_again_fails(tmp_path):
+def test_restarted_run_fails_the_self_check(tmp_path):
     forgets = package_with(
         tmp_path,
         "training/checkpoint/checkpointer.py",

@@ -30,7 +30,9 @@ def plan(model):
 
 
 def built():
-    """The same model built in the context and by `parallelize`; whole weights of both."""
+    """Build the same model in the context and by `parallelize`; return the unsharded weights of
+    both.
+    """
     mesh = build_mesh(MeshSpec(replicate=1, shard=2, tensor=2), "hybrid")
     config = ParallelConfig("hybrid")
     with model_sharded_context(
@@ -51,7 +53,7 @@ def built():
     return sharded, same and first.keys() == second.keys()
 
 
-def test_a_model_built_in_the_context_is_the_one_that_parallelize_makes(ranks):
+def test_model_built_in_context_equals_parallelize(ranks):
     assert ranks.run(4, built) == [(True, True)] * 4
 
 
@@ -91,7 +93,7 @@ def several(mesh):
     return both, type(inner).__name__, tuple(out.shape)
 
 
-def test_each_outermost_module_is_parallelized_and_after_an_exception_none(ranks):
+def test_each_outermost_module_is_parallelized_unless_an_exception_is_raised(ranks):
     nothing = "model_sharded_context: no module with parameters was built insi"
     for said, half_done, still_on_meta, outermost in ranks.run(2, misused):
         assert said == [nothing] * 3
@@ -109,7 +111,9 @@ class Critic(nn.Module):
 
 
 def weights_of_critics(draws):
-    """The first weights of two critics that are built in one context, and of a copy of the second where its initializers set all of it."""
+    """The first weights of two critics that are built in one context, and of a copy of the second
+    where its initializers set all of it.
+    """
     mesh = build_mesh(MeshSpec(), "zero3")
     torch.manual_seed(0)
     with model_sharded_context(mesh, ParallelConfig("zero3"), seed=0):
@@ -120,9 +124,7 @@ def weights_of_critics(draws):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_modules_of_one_context_have_different_weights_and_a_copy_those_of_its_original(
-    ranks, draws
-):
+def test_modules_of_one_context_have_different_weights_and_copies_equal_weights(ranks, draws):
     for first, second, *copied in ranks.run(2, weights_of_critics, draws):
         assert first != second
         assert copied == ([] if draws else [second])
@@ -162,7 +164,7 @@ def test_context_replaces_no_attribute_of_modules_and_restores_profilers():
 
 
 class Adapted(nn.Module):
-    """A frozen base whose output a small trained layer changes."""
+    """A frozen base with a small trained layer that changes its output."""
 
     def __init__(self, dim=16):
         super().__init__()
@@ -187,7 +189,9 @@ def trained(model, parameters):
 
 
 def left_out(how, config, meta):
-    """Losses of three steps with the base left out; which parameters are sharded; dtypes of the base; the state."""
+    """Losses of three steps with the base left out; which parameters are sharded; dtypes of the
+    base; the state.
+    """
     mesh = build_mesh(MeshSpec(), "hybrid")
     torch.manual_seed(0)
     with build_on_meta() if meta else contextlib.nullcontext():
@@ -204,7 +208,7 @@ def left_out(how, config, meta):
 
 
 @pytest.mark.parametrize("how", ["module", "base.*"])
-def test_frozen_parameters_can_be_left_out_of_sharding(ranks, how):
+def test_frozen_parameters_can_be_ignored_by_sharding(ranks, how):
     torch.manual_seed(0)
     model = Adapted()
     losses = trained(model, model.adapter.parameters())
@@ -231,7 +235,7 @@ REFUSED = {
 
 
 def refused():
-    """What is said of each; and of one that the tensor plan has."""
+    """Return the error for each case, and for a parameter of the tensor plan."""
     said = []
     mesh, config = build_mesh(MeshSpec(), "zero3"), ParallelConfig("zero3")
     for ignored in REFUSED:
@@ -248,7 +252,7 @@ def refused():
     return said, refusal(parallelize, llama, split, **options)
 
 
-def test_what_cannot_be_left_out_is_refused(ranks):
+def test_invalid_ignored_parameters_are_refused(ranks):
     for said, planned in ranks.run(2, refused):
         for text, expected in zip(said, REFUSED.values(), strict=True):
             assert expected in text

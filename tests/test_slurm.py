@@ -1,8 +1,10 @@
-"""The batch file for Slurm: starts, saves on a signal, re-queues, goes on. There is no Slurm here.
+"""The batch file for Slurm: starts, saves on a signal, re-queues, resumes. These tests run without
+Slurm.
 
-`srun` and `scontrol` are programs of this test on PATH. They do what the script relies on: `srun` starts real tasks with the variables
-that Slurm sets, passes SIGUSR1 on, and ends with the highest exit code of a task; `scontrol` writes node names and notes a re-queue.
-What is tested is the script and the run under it, not Slurm.
+`srun` and `scontrol` are programs of this test on PATH. They provide the behaviour that the script
+relies on: `srun` starts real tasks with the variables that Slurm sets, passes SIGUSR1 on, and ends
+with the highest exit code of a task; `scontrol` writes node names and notes a re-queue. The
+subject is the script and the run under it, not Slurm.
 """
 
 import os
@@ -18,10 +20,21 @@ from parallel2d.launching.network_interface import is_loopback, list_interfaces
 
 SCRIPT = Path(__file__).parent.parent / "tools" / "slurm" / "train.sbatch"
 WORDS = [
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=16", "train.global_batch_size=8", "train.steps=1000000",
-    "model.n_layers=1", "model.dim=32", "model.hidden_dim=48", "train.validate_every=0", "checkpoint.every=1000", "precision=fp64",
-    "metrics.console=silent", "metrics.tensorboard=false",
-]  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=16",
+    "train.global_batch_size=8",
+    "train.steps=1000000",
+    "model.n_layers=1",
+    "model.dim=32",
+    "model.hidden_dim=48",
+    "train.validate_every=0",
+    "checkpoint.every=1000",
+    "precision=fp64",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+]
 
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
@@ -52,7 +65,9 @@ esac
 
 
 class Batch:
-    """One life of a job: `sbatch`'s part is to run the script with the job's variables and a log that is appended to."""
+    """One start of a job: `sbatch`'s part is to run the script with the job's variables and a log
+    that is appended to.
+    """
 
     def __init__(self, folder: Path, life: int, *words: str, **variables: str) -> None:
         programs = folder / "programs"
@@ -63,29 +78,42 @@ class Batch:
         given = ("SLURM_", "TORCHELASTIC_")
         env = {key: value for key, value in os.environ.items() if not key.startswith(given)}
         env |= {
-            "PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(folder / "notes"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
-            "SLURM_JOB_ID": str(4000 + os.getpid() % 9000), "SLURM_JOB_NAME": "test", "SLURM_SUBMIT_DIR": str(folder),
-            "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_RESTART_COUNT": str(life), **variables,
-        }  # fmt: skip
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "NOTES": str(folder / "notes"),
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": str(4000 + os.getpid() % 9000),
+            "SLURM_JOB_NAME": "test",
+            "SLURM_SUBMIT_DIR": str(folder),
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_NODELIST": "127.0.0.1",
+            "SLURM_RESTART_COUNT": str(life),
+            **variables,
+        }
         self.folder, self.log = folder, folder / "log"
         self.run_dir = folder / "runs" / f"test-{env['SLURM_JOB_ID']}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["bash", str(SCRIPT), *WORDS, *words], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
-            )  # fmt: skip
+                ["bash", str(SCRIPT), *WORDS, *words],
+                cwd=folder,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def rows(self) -> list[dict]:
         return jobs.rows(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
 
     def stop_after_step(self, step: int) -> list[dict]:
-        """Asks it to stop, as --signal=B:USR1@120 does: the script alone. Returns the rows of the run."""
+        """Ask only the script to stop, as --signal=B:USR1@120 does. Returns the rows of the run."""
 
-        def is_there() -> bool:
+        def exists() -> bool:
             assert self.process.poll() is None, self.log.read_text()
             return any(row["step"] >= step for row in self.rows())
 
         try:
-            jobs.wait_for(is_there, 300)
+            jobs.wait_for(exists, 300)
             self.process.send_signal(signal.SIGUSR1)
         finally:
             code = self.end()
@@ -100,8 +128,8 @@ class Batch:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def live_twice(folder: Path, *words: str, **variables: str) -> str:
-    """A job that is asked to stop after three steps, and its next life, which is asked too."""
+def start_twice(folder: Path, *words: str, **variables: str) -> str:
+    """A job that is asked to stop after three steps, and its next start, which is asked too."""
     first = Batch(folder, 0, *words, **variables)
     reached = first.stop_after_step(3)[-1]["step"]
     job = first.run_dir.name.rpartition("-")[2]
@@ -120,20 +148,22 @@ def live_twice(folder: Path, *words: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_requeues_and_the_next_life_goes_on(folder):
+def test_signal_saves_and_requeues_and_the_next_start_resumes(folder):
     """Ranks by srun: one node, two tasks."""
-    live_twice(folder, START="ranks", TASKS_PER_NODE="2")
+    start_twice(folder, START="ranks", TASKS_PER_NODE="2")
 
 
 @pytest.mark.soak
-def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
-    """Both nodes are this machine: two launchers with a rank each, which meet where others could, as launchers refuse loopback."""
+def test_launchers_on_two_nodes_save_requeue_and_resume(folder):
+    """Both nodes are this machine: two launchers with a rank each, which meet where others could,
+    as launchers refuse loopback.
+    """
     addresses = [each.address for each in list_interfaces() if not is_loopback(each.address)]
     address = next((each for each in addresses if ":" not in each), None)
     if address is None:
         pytest.skip("this machine has no address beside loopback")
     nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": address}
-    assert "waiting for launch.nnodes=2 nodes" in live_twice(
+    assert "waiting for launch.nnodes=2 nodes" in start_twice(
         folder, "launch.nproc_per_node=1", **nodes
     )
 
@@ -141,7 +171,9 @@ def test_a_launcher_on_each_of_two_nodes_does_the_same(folder):
 def run_stand_in(
     folder: Path, program: str, signals: tuple[int, ...] = (), **variables: str
 ) -> tuple[int, str, str]:
-    """The script with ``program`` (bash) where `python -m parallel2d.train` would run. Returns exit code, log and notes."""
+    """The script with ``program`` (bash) where `python -m parallel2d.train` would run. Returns
+    exit code, log and notes.
+    """
     stand_in = folder / "stand-in"
     stand_in.write_text(f"#!/bin/bash\n{program}\n")
     stand_in.chmod(0o755)
@@ -161,7 +193,7 @@ SAVES = 'trap "sleep 0.2; exit 75" USR1; echo up; while :; do sleep 0.02; done'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, number):
+def test_tasks_receive_sigusr1_with_time_to_save(folder, number):
     # the second comes while they save
     code, log, notes = run_stand_in(folder, SAVES, (number, number))
     assert code == 75
@@ -170,19 +202,25 @@ def test_tasks_hear_of_the_end_by_sigusr1_and_have_the_time_to_save(folder, numb
     assert f"asked to stop by {signal.Signals(number).name}" in log
 
 
-@pytest.mark.parametrize(("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)])  # fmt: skip
-def test_only_a_run_that_saved_is_requeued_and_not_for_ever(folder, code, life, again):
+@pytest.mark.parametrize(
+    ("code", "life", "again"), [(0, 0, False), (1, 0, False), (75, 0, True), (75, 200, False)]
+)
+def test_only_saved_run_is_requeued_a_bounded_number_of_times(folder, code, life, again):
     ended, _, notes = run_stand_in(folder, f"exit {code}", INCARNATION=str(life))
     assert ended == code
     assert bool(notes) is again
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_launchers_of_several_nodes_meet_on_the_first_and_are_no_ranks(folder, nodes):
+def test_launchers_of_several_nodes_use_the_first_node_and_are_not_ranks(folder, nodes):
     program = 'echo "words $*, rank ${SLURM_PROCID:-none}"'
     _, log, _ = run_stand_in(
-        folder, program, SLURM_JOB_NUM_NODES=str(nodes), SLURM_JOB_NODELIST="gpu7", SLURM_JOB_ID="17"
-    )  # fmt: skip
+        folder,
+        program,
+        SLURM_JOB_NUM_NODES=str(nodes),
+        SLURM_JOB_NODELIST="gpu7",
+        SLURM_JOB_ID="17",
+    )
     words = [line for line in log.splitlines() if line.startswith("words -m parallel2d.train")]
     assert len(words) == nodes
     for line in words:
@@ -193,7 +231,7 @@ def test_launchers_of_several_nodes_meet_on_the_first_and_are_no_ranks(folder, n
         assert line.endswith("rank none")
 
 
-def test_nodes_that_are_not_fit_are_not_trained_on(folder):
+def test_nodes_that_fail_preflight_do_not_train(folder):
     program = '[[ $2 == parallel2d.preflight ]] && exit 1; echo "trained"'
     code, log, notes = run_stand_in(folder, program, PREFLIGHT="1")
     assert (code, notes) == (1, "")

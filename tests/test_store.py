@@ -1,4 +1,6 @@
-"""The store where ranks and nodes meet: what it does for those who know the secret, and what others can do to it."""
+"""The store of ranks and nodes: its service for clients with the secret, and attacks by other
+clients.
+"""
 
 import os
 import pickle
@@ -63,7 +65,7 @@ def connection(server: StoreServer) -> socket.socket:
 
 
 def member(server: StoreServer) -> tuple[socket.socket, Channel]:
-    """A connection that has proved itself, and what it says next is up to the test."""
+    """An authenticated connection; the test chooses its next messages."""
     opened = connection(server)
     hello = receive(opened, HELLO)
     own = os.urandom(NUMBER)
@@ -91,7 +93,7 @@ def is_dropped(opened: socket.socket) -> bool:
             return True
 
 
-def test_the_store_listens_on_its_address_only_and_says_what_is_wrong_with_another():
+def test_store_listens_on_its_address_only_and_explains_a_wrong_address():
     before = listeners()
     server = StoreServer.at("127.0.0.2", 0, SECRET)
     assert listeners() - before == {in_table("127.0.0.2", server.port)}
@@ -157,7 +159,7 @@ def exercised(store: dist.Store) -> list[object]:
 
 
 @on_both
-def test_the_store_answers_as_torchs_does(client):
+def test_store_answers_as_tcp_store(client):
     assert exercised(client) == exercised(dist.HashStore())
     assert exercised(dist.PrefixStore("below", client)) == exercised(
         dist.PrefixStore("below", dist.HashStore())
@@ -181,7 +183,7 @@ def test_a_key_that_is_deleted_while_others_are_waited_for_is_waited_for_again(c
         assert values.result(timeout=60) == [b"3", b"2"]
 
 
-def test_an_answer_that_is_too_large_ends_its_connection_alone(server, client, monkeypatch):
+def test_oversized_answer_ends_only_its_connection(server, client, monkeypatch):
     monkeypatch.setattr(channel_module, "LARGEST_FRAME", 1000)
     client.set("a", "x" * 600)
     with pytest.raises(dist.DistNetworkError, match="connection was closed"):
@@ -191,7 +193,7 @@ def test_an_answer_that_is_too_large_ends_its_connection_alone(server, client, m
         client.set("key", bytes(1000))
 
 
-def test_a_member_that_reads_no_answers_is_not_heard_until_it_does(server, client):
+def test_member_with_unread_answers_is_not_served(server, client):
     value = os.urandom(1 << 20)
     client.set("key", value)
     opened, channel = member(server)
@@ -212,7 +214,7 @@ def test_a_member_that_reads_no_answers_is_not_heard_until_it_does(server, clien
     opened.close()
 
 
-def test_waits_of_clients_that_go_or_ask_twice_end_and_those_of_months_do_not(server, client):
+def test_waits_of_closed_or_repeated_requests_end_and_long_waits_continue(server, client):
     opened, channel = member(server)
     opened.sendall(channel.seal([b"wait", str(40 * 86_400_000).encode(), b"never"]))
     wait_for(lambda: b"never" in server._waiting)
@@ -228,7 +230,7 @@ def test_waits_of_clients_that_go_or_ask_twice_end_and_those_of_months_do_not(se
         waiting.result(timeout=60)
 
 
-def test_what_strangers_send_is_not_kept(server, client):
+def test_data_of_unauthenticated_clients_is_not_stored(server, client):
     for number in range(200):
         opened = connection(server)
         if number % 2:
@@ -241,7 +243,7 @@ def test_what_strangers_send_is_not_kept(server, client):
     assert client.add("n", 1) == 1
 
 
-def test_without_descriptors_strangers_make_way_for_members():
+def test_unauthenticated_connections_are_closed_for_members_without_descriptors():
     words = """
 import resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
@@ -268,7 +270,7 @@ print("well", flush=True)
     client.close()
 
 
-def test_a_store_that_is_just_ending_is_asked_again():
+def test_request_is_retried_while_the_store_restarts():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -301,7 +303,7 @@ def test_a_store_that_has_ended_is_not_waited_for(tmp_path):
         client.close()
 
 
-def test_requests_that_make_no_sense_are_answered(server, client):
+def test_malformed_requests_are_answered(server, client):
     opened, channel = member(server)
     wrong = [[], [b"run"], [b"set", b"key"], [b"add", b"n", b"one"], [b"get"], [b"get", b"x", b"y"]]
     for request in [*wrong, [b"check"] * 3]:
@@ -321,7 +323,7 @@ def test_requests_that_make_no_sense_are_answered(server, client):
 
 
 @on_both
-def test_who_does_not_know_the_secret_takes_no_part(server, client, strangers):
+def test_client_without_the_secret_is_refused(server, client, strangers):
     client.set("key", "value")
     with pytest.raises(ConfigError, match="does not take this node's secret"):
         StoreClient(server.address, "of another job, but as long as it")
@@ -335,7 +337,7 @@ def test_who_does_not_know_the_secret_takes_no_part(server, client, strangers):
     assert client.get("key") == b"value"
 
 
-def test_a_store_that_does_not_know_the_secret_is_not_believed():
+def test_store_without_the_secret_is_refused():
     others = StoreServer.at("127.0.0.1", 0, "the secret of somebody else's job")
     with pytest.raises(ConfigError, match="does not take this node's secret"):
         StoreClient(others.address, SECRET)
@@ -357,7 +359,7 @@ def test_a_store_that_does_not_know_the_secret_is_not_believed():
         pretending.result()
 
 
-def test_proofs_and_frames_of_another_connection_are_worth_nothing(server, client):
+def test_replayed_proofs_and_frames_are_refused(server, client):
     first, channel = member(server)
     frame = channel.seal([b"set", b"key", b"value"])
     first.sendall(frame)
@@ -377,7 +379,7 @@ def test_proofs_and_frames_of_another_connection_are_worth_nothing(server, clien
     assert not client.check(["key"])
 
 
-def test_two_hundred_frames_that_nobody_sent(server, client):
+def test_two_hundred_forged_frames_are_refused(server, client):
     """Forged, replayed and cut frames: each ends its connection, and none is carried out."""
     random.seed(1)
     client.set("count", "0")
@@ -408,7 +410,7 @@ def test_two_hundred_frames_that_nobody_sent(server, client):
     assert server._values == {b"count": b"0"}
 
 
-def test_connections_that_say_nothing_are_dropped(server, client, strangers, monkeypatch):
+def test_silent_connections_are_dropped(server, client, strangers, monkeypatch):
     monkeypatch.setattr(server_module, "_PROOF_S", 0.2)
     monkeypatch.setattr(server_module, "_UNPROVEN", 20)
     held = [connection(server) for _ in range(50)]
@@ -421,14 +423,14 @@ def test_connections_that_say_nothing_are_dropped(server, client, strangers, mon
     assert strangers == []
 
 
-def test_a_state_of_the_rendezvous_that_is_none_is_refused():
+def test_invalid_rendezvous_state_is_refused():
     damaged = [b"\x80\x04]\x94.", b"[]", b"{}", b'"text"', b"[" * 100_000, b"nan", b"\xff"]
     for state in [*damaged, b'["", [["here", "me", 1.5, 2, 3]], [], ""]', b'[1, [], [], ""]']:
         with pytest.raises(WorkersFailed, match="the state of the rendezvous is damaged"):
             State.from_text(state)
 
 
-def test_a_secret_is_made_read_and_refused_if_others_may_know_it(tmp_path, capsys, monkeypatch):
+def test_secret_is_created_and_refused_if_readable_by_others(tmp_path, capsys, monkeypatch):
     path, pipe = tmp_path / "secret", tmp_path / "pipe"
     assert main(["secret", str(path)]) == 0
     assert path.stat().st_mode & 0o777 == 0o600

@@ -1,5 +1,7 @@
-"""The stream order of CUDA programs, on simulated devices (`stream_simulator`): steps of FSDP2, jobs of the train command, and
-custom loops have no race, no reuse of freed memory, no mismatch and no wait without effect. Dropped stream operations are found."""
+"""The stream order of CUDA programs, on simulated devices (`stream_simulator`): steps of FSDP2,
+jobs of the train command, and custom loops have no race, no reuse of freed memory, no mismatch and
+no wait without effect. Dropped stream operations are found.
+"""
 
 import functools
 from collections import Counter
@@ -132,8 +134,9 @@ def test_host_waits_of_the_package_in_a_custom_loop_do_not_grow():
     assert sum(wait.count for wait in waits) <= CUSTOM_LOOP_WAITS, waits
 
 
-# Every stream operation of the package is dropped in turn. It must be found in one of these programs: by a finding, by a
-# further wait of the host, or by a further wait of the default stream or of FSDP2 for a collective of the package.
+# Every stream operation of the package is dropped in turn. It must be found in one of these
+# programs: by a finding, by a further wait of the host, or by a further wait of the default stream
+# or of FSDP2 for a collective of the package.
 
 SHORT = ("train.steps=3", "checkpoint.every=2")
 PROGRAMS = (
@@ -157,7 +160,9 @@ def unchanged(name: str) -> Result:
 
 
 def mutants_of(name: str) -> list[Site]:
-    """Each stream operation by its line and caller, and each line that has several callers, with all of them."""
+    """Each stream operation by its line and caller, and each line that has several callers, with
+    all of them.
+    """
     sites = unchanged(name).sites
     callers = Counter(site.line for site in sites)
     return [*sites, *(line for line, count in callers.items() if count > 1)]
@@ -172,7 +177,9 @@ def is_found(result: Result, before: Result) -> bool:
 
 
 class Mutations(NamedTuple):
-    """The mutants of one stream operation of a package. Each is run in the programs that execute it until one finds it."""
+    """The mutants of one stream operation of a package. Each is run in the programs that execute
+    it until one finds it.
+    """
 
     operation: str
     package: str

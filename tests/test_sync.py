@@ -1,4 +1,6 @@
-"""The engine of the replicate axis: what may reduce a bucket, in which dtype gradients are added, ranks on different routes."""
+"""The engine of the replicate axis: reductions of a bucket, the dtype of additions, ranks on
+different routes.
+"""
 
 import ast
 import copy
@@ -60,7 +62,7 @@ def mean_in_place(state, bucket):
 
 
 def mean_by_hand(state, bucket):
-    """From a copy, through every method that a bucket has."""
+    """Reduce a copy through every method of a bucket."""
     assert bucket.buffer().numel() >= sum(g.numel() for g in bucket.gradients())
     shapes = [parameter.to_local().shape for parameter in bucket.parameters()]
     assert shapes == [gradient.shape for gradient in bucket.gradients()]
@@ -120,7 +122,7 @@ def test_sync_hook_is_refused_on_a_mesh_with_one_replica(ranks):
 
 
 def _accumulate_hooks(case):
-    """When hooks of parameters run, and what they see."""
+    """Record when hooks of parameters run, and their gradients."""
     model, mesh = sharded(case)
     heard = {}
     for name, parameter in model.named_parameters():
@@ -140,7 +142,7 @@ def test_hooks_after_accumulation_see_the_mean_over_all_ranks(ranks, case, unuse
 
 
 class Additions(TorchDispatchMode):
-    """Dtypes in which collectives add, in which tensors are exchanged, and in which sums are asked for."""
+    """Record the dtypes of additions, exchanged tensors and requested sums in collectives."""
 
     def __init__(self):
         super().__init__()
@@ -176,10 +178,15 @@ def _additions(precision, spec, strategy, mode):
     return found.dtypes, found.sent, found.summed, kept
 
 
-@pytest.mark.parametrize(("spec", "strategy", "mode"), [
-    (HYBRID, "hybrid", "full"), (HYBRID, "hybrid_zero2", "none"), (MeshSpec(), "ddp", "reduce_scatter_only"),
-])  # fmt: skip
-def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode):
+@pytest.mark.parametrize(
+    ("spec", "strategy", "mode"),
+    [
+        (HYBRID, "hybrid", "full"),
+        (HYBRID, "hybrid_zero2", "none"),
+        (MeshSpec(), "ddp", "reduce_scatter_only"),
+    ],
+)
+def test_additions_are_in_fp32_for_every_communication_dtype(ranks, spec, strategy, mode):
     found = ranks.run(4, _additions, "bf16_reduce_bf16", spec, strategy, mode)
     for dtypes, sent, summed, kept in found:
         assert torch.bfloat16 not in dtypes
@@ -189,7 +196,9 @@ def test_every_addition_is_in_fp32_whatever_travels(ranks, spec, strategy, mode)
 
 
 def _tensor_errors(tensor):
-    """The relative errors of norms, biases and routers with a tensor axis, by kind, from fp64; one data rank."""
+    """The relative errors of norms, biases and routers with a tensor axis, by kind, from fp64; one
+    data rank.
+    """
     mesh = build_mesh(MeshSpec(tensor=tensor), "zero3")
     plan = {"*.norm": "sequence", "*.router": "sequence", "*.up": "colwise", "*.down": "rowwise"}
     found = {}
@@ -223,7 +232,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_tensor_axis_rounds_the_gradients_of_whole_weights_no_more_than_one_rank(ranks):
+def test_tensor_axis_rounds_replicated_gradients_like_one_rank(ranks):
     alone = ranks.run(1, _tensor_errors, 1)[0]
     split = ranks.run(4, _tensor_errors, 4)[0]
     assert all(split[kind] <= 1.05 * alone[kind] for kind in alone), (alone, split)
@@ -238,7 +247,9 @@ class WholeBlocks(Case):
 
 
 class Swapped(Case):
-    """Rank 1 runs its blocks in another order: torch pairs them without a word, since they are equal in size."""
+    """Rank 1 runs its blocks in another order: torch pairs them without a word, since they are
+    equal in size.
+    """
 
     def forward(self, x, route):
         x = self.first(x)
@@ -248,7 +259,9 @@ class Swapped(Case):
 
 
 def _different_routes(one_host, strategy, mode, case):
-    """The error; then another global batch on which all agree, and by how much its gradients are not those of one process."""
+    """Return the error; then train another global batch that is equal on all ranks, and return the
+    difference of its gradients from one process.
+    """
     mesh = build_mesh(HYBRID if strategy.startswith("hybrid") else MeshSpec(), strategy)
     rank = dist.get_rank()
     topology = Topology(("here",) * 4 if one_host else tuple(f"host{rank}" for rank in range(4)))
@@ -268,11 +281,16 @@ def _different_routes(one_host, strategy, mode, case):
     return str(error.value), largest_difference(model, expected_gradients(plain, 4, 2, 2, 1))
 
 
-@pytest.mark.parametrize(("one_host", "strategy", "mode", "case"), [
-    (True, "hybrid", "reduce_scatter_only", WholeBlocks), (True, "zero3", "none", WholeBlocks),
-    (True, "hybrid", "reduce_scatter_only", Swapped), (False, "zero3", "full", Swapped),
-])  # fmt: skip
-def test_other_blocks_on_a_rank_of_a_shard_group_are_refused(ranks, one_host, strategy, mode, case):
+@pytest.mark.parametrize(
+    ("one_host", "strategy", "mode", "case"),
+    [
+        (True, "hybrid", "reduce_scatter_only", WholeBlocks),
+        (True, "zero3", "none", WholeBlocks),
+        (True, "hybrid", "reduce_scatter_only", Swapped),
+        (False, "zero3", "full", Swapped),
+    ],
+)
+def test_different_blocks_within_a_shard_group_are_refused(ranks, one_host, strategy, mode, case):
     """Left out or in another order; on several hosts ranks compare hashes."""
     answers = ranks.run(4, _different_routes, one_host, strategy, mode, case)
     for told, worst in answers:
@@ -332,7 +350,7 @@ def test_a_rank_out_of_step_is_named_before_the_next_update(
 
 
 def _two_models():
-    """Two models in one loss, an average of the first beside them, each stepped in turn."""
+    """Train two models in one loss together with an average of the first, each stepped in turn."""
     mesh = build_mesh(HYBRID, "hybrid")
     torch.manual_seed(1)
     plain = [ByRank(), Everything()]
@@ -382,8 +400,10 @@ class Uneven(Case):
         return self.decode(self.encode(x), route)
 
 
-def _odd_loops():
-    """The largest difference from one process after each of several loops that people write; every group is a bucket."""
+def _unusual_loops():
+    """The largest difference from one process after each of several loops that people write; every
+    group is a bucket.
+    """
     mesh = build_mesh(HYBRID, "hybrid")
     rank = data_coordinate(mesh)
     found = {}
@@ -458,8 +478,8 @@ def _odd_loops():
     return found
 
 
-def test_loops_that_people_write_give_the_gradients_of_one_process(ranks):
-    for found in ranks.run(4, _odd_loops):
+def test_custom_loops_give_the_gradients_of_one_process(ranks):
+    for found in ranks.run(4, _unusual_loops):
         assert {name: worst for name, worst in found.items() if not worst <= 1e-9} == {}
 
 
@@ -478,7 +498,7 @@ def _lacking():
     }
 
 
-def test_private_names_of_torch_are_there(ranks):
+def test_private_names_of_torch_exist(ranks):
     missing = {
         f"{getattr(owner, '__name__', owner)}.{name}"
         for owner, names in fsdp_internals.REACHED
@@ -497,7 +517,9 @@ BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 
 def _names_reached(path):
-    """Attributes that the code in a file reaches on other objects than ``self``, also by getattr and its like."""
+    """Attributes that the code in a file reaches on other objects than ``self``, also by getattr
+    and its like.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
@@ -527,7 +549,9 @@ def test_tables_list_the_private_names_that_are_reached():
 
 
 def test_no_other_file_reaches_private_names_of_fully_shard():
-    """Nor names without underscore of torch's private classes, except those that public classes have too."""
+    """Names without underscore of torch's private classes are not used either, except names that
+    public classes have too.
+    """
     tables = [*fsdp_internals.REACHED, *fsdp_internals.KEPT.items()]
     public = {*dir(nn.Module), *dir(FSDPModule), *dir(MixedPrecisionPolicy)}
     of_torch = set()
@@ -547,7 +571,9 @@ def test_no_other_file_reaches_private_names_of_fully_shard():
 
 
 def test_streams_come_from_the_device_module():
-    """A generic `torch.Stream` takes events of a device module without an error, and does not wait for them."""
+    """A generic `torch.Stream` takes events of a device module without an error, and does not wait
+    for them.
+    """
     generic = ("torch.Stream", "torch.Event", "torch.accelerator.current_stream")
     found = set()
     for folder in ("parallel2d", "models"):

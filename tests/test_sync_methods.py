@@ -1,4 +1,6 @@
-"""What crosses the replicate axis, by every method: equal to a plain reference in one process, in fp64."""
+"""Communication over the replicate axis by every method equals a plain reference in one process,
+in fp64.
+"""
 
 import functools
 import importlib
@@ -45,11 +47,15 @@ METHODS = {
     "diloco_int8": ("hybrid", {**DILOCO, "wire": "int8"}),
     "diloco_int4": ("hybrid", {**DILOCO, "wire": "int4"}),
     "late": ("hybrid", {**DILOCO, "delay": 2}),
-    "mixed": ("hybrid", {**DILOCO, "delay": 1, "mix": 0.25, "outer_lr": 0.5, "outer_momentum": 0.3}),
+    "mixed": (
+        "hybrid",
+        {**DILOCO, "delay": 1, "mix": 0.25, "outer_lr": 0.5, "outer_momentum": 0.3},
+    ),
     "fragments": ("hybrid", {**DILOCO, "every": 6, "fragments": 3}),
     "in_flight": ("hybrid", {**DILOCO, "wire": "int4", "fragments": 3, "delay": 3}),
-}  # fmt: skip
-# Their models have parameters without dimensions, which the agreement of a step reduces exactly; diloco shares them like the others.
+}
+# Their models have parameters without dimensions, which the agreement of a step reduces exactly;
+# diloco shares them like the others.
 SCALAR = ("fp32", "int8", "split", "diloco")
 # Where four replicas do something else than two
 OF_FOUR = ("int8", "int4", "split", "split_int4", "diloco", "diloco_int4")
@@ -71,11 +77,20 @@ def check_method(ranks, name, replicas, shards):
     assert largest_difference(found[0]["parameters"], expected) < 1e-10
 
 
-@pytest.mark.parametrize("name", [
-    *("bf16", "int8", "int4", "split_int4", "diloco", "diloco_int4", "in_flight"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "split", "late", "mixed", "fragments")),
-    *(pytest.param(name, marks=pytest.mark.soak) for name in ("split_bf16", "split_int8", "diloco_bf16", "diloco_int8")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("bf16", "int8", "int4", "split_int4", "diloco", "diloco_int4", "in_flight"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fp32", "split", "late", "mixed", "fragments")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("split_bf16", "split_int8", "diloco_bf16", "diloco_int8")
+        ),
+    ],
+)
 def test_every_method_equals_its_reference(ranks, name):
     check_method(ranks, name, 2, 2)
 
@@ -88,7 +103,7 @@ def test_four_replicas_equal_their_reference(ranks, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [("int8", "reduce_scatter_only"), ("diloco", "none")])
-def test_accumulation_changes_nothing(ranks, name, mode):
+def test_accumulation_keeps_losses_and_weights(ranks, name, mode):
     run = functools.partial(ranks.run, 4, sync_runs.run, TWO_BY_TWO, *METHODS[name], steps=6)
     once, twice = run()[0], run(accumulation=2, mode=mode)[0]
     # A sum that is rounded differently by 1e-16 may fall to another code, one in some thousand.
@@ -98,7 +113,7 @@ def test_accumulation_changes_nothing(ranks, name, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "split_int4", "in_flight"])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(ranks, tmp_path, name):
+def test_resumed_run_equals_the_uninterrupted_run_bitwise(ranks, tmp_path, name):
     case, folder = (TWO_BY_TWO, *METHODS[name]), str(tmp_path)
     whole = ranks.run(4, sync_runs.run, *case, steps=11)
     # In the middle of a period of five, and with fragments on their way.
@@ -115,17 +130,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("number", [
-    *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2)), *(pytest.param(each, marks=pytest.mark.soak) for each in (0, 3)),
-])  # fmt: skip
-def test_every_layout_goes_on_from_another(ranks, tmp_path, number):
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2)),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (0, 3)),
+    ],
+)
+def test_every_layout_resumes_from_another(ranks, tmp_path, number):
     """Each once as source and once as target."""
     source, target = LAYOUTS[number - 1], LAYOUTS[number]
     folder = str(tmp_path)
     saved = ranks.run(4, sync_runs.run, *source, steps=5, folder=folder, save_after=[5])
     loaded = ranks.run(4, sync_runs.run, *target, steps=5, folder=folder, resume="auto")
     assert largest_difference(loaded[0]["parameters"], saved[0]["parameters"]) == 0.0
-    # Layouts that reduce gradients exactly go on alike, the optimizer's state included.
+    # Layouts that reduce gradients exactly continue equally, with the state of the optimizer.
     if DILOCO not in (source[2], target[2]):
         on = ranks.run(4, sync_runs.run, *target, steps=7, folder=folder, resume="auto")
         expected = ranks.run(4, sync_runs.run, *source, steps=7)
@@ -134,9 +153,10 @@ def test_every_layout_goes_on_from_another(ranks, tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", "split_int4", "diloco_int4"])
-def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, name):
-    """Two replicas after four, and four after two: the shared parameters stay, what was not sent yet keeps its mean over the
-    replicas, and training goes on."""
+def test_replicas_fail_and_rejoin_between_outer_steps(ranks, tmp_path, name):
+    """Two replicas after four, and four after two: the shared parameters are kept, the error
+    feedback keeps its mean over the replicas, and training continues.
+    """
     strategy, sync = METHODS[name]
     word = "ddp" if strategy == "hybrid" else strategy
     four, two = {"replicate": 4, "shard": 1}, {"replicate": 2, "shard": 1}
@@ -154,7 +174,7 @@ def test_replicas_come_and_go_between_outer_steps(ranks, tmp_path, name):
     assert most > 0.0
     for run in shrunk:
         assert largest_difference(run["parameters"], saved[0]["parameters"]) == 0.0
-        # That of gradients is stored in 8 bits.
+        # The error feedback of gradients is stored in 8 bits.
         assert largest_difference(run["residual"], mean) < (1e-15 if "name" in sync else most / 100)
     for size, sizes in ((2, two), (4, four)):
         on = ranks.run(size, sync_runs.run, sizes, word, sync, steps=10, **again)
@@ -179,7 +199,7 @@ def _flip_one_bit(cases, rank):
     return said
 
 
-def test_one_bit_of_one_replica_is_found_and_named(ranks):
+def test_one_flipped_bit_of_a_replica_is_named(ranks):
     cases = [("hybrid", {}), ("hybrid_full", {}), ("hybrid", DILOCO)]
     for said in ranks.run(4, _flip_one_bit, cases, 3):
         assert len(said) == 3
@@ -187,7 +207,7 @@ def test_one_bit_of_one_replica_is_found_and_named(ranks):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_comes_through_every_code_in_its_place(value):
+def test_quantizers_keep_non_finite_values_in_place(value):
     values = torch.randn(700, generator=torch.Generator().manual_seed(1))
     values[300] = value
     for bits in (8, 4):
@@ -236,7 +256,7 @@ def _compare_kernels(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_kernels_for_gpus_compute_the_bits_of_the_operators(bits, monkeypatch):
+def test_gpu_kernels_equal_the_operators_bitwise(bits, monkeypatch):
     pytest.importorskip("triton")
     # Triton's interpreter runs them on the CPU in a process that begins with this variable.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -314,7 +334,9 @@ def _step(model, optimizer, step):
 
 
 def _residuals_after(*events):
-    """What was not sent, after the third step and after each of ``events``, and the parameters, of a loop with int4 every step."""
+    """Return the error feedback after the third step and after each of ``events``, and the
+    parameters, of a loop with int4 every step.
+    """
     model, optimizer = _trained_model("ddp", METHODS["int4"][1], steps=3)
     found = [sync_runs.local_residuals(model)]
     for event in events:
@@ -332,7 +354,7 @@ def _residuals_after(*events):
     return found, weights_of(model)
 
 
-def test_residuals_change_with_an_update_alone(ranks):
+def test_error_feedback_changes_only_with_an_update(ranks):
     stepped, updated = ranks.run(2, _residuals_after, "step")[0]
     assert largest_difference(*stepped) > 0.0
     for refusal in ("refused", "zeroed refused"):
@@ -342,19 +364,21 @@ def test_residuals_change_with_an_update_alone(ranks):
         assert largest_difference(after_all, updated) == 0.0
     scaled, _ = ranks.run(2, _residuals_after, "scaled step")[0]
     assert largest_difference(scaled[-1], stepped[-1]) == 0.0
-    # Zeros in the place of gradients are no earlier reduction.
+    # Zeros in place of gradients are not an earlier reduction.
     zeroed, dropped = (
         ranks.run(2, _residuals_after, each, "step")[0] for each in ("zeroed step", "step")
     )
     assert largest_difference(zeroed[0][-1], dropped[0][-1]) == 0.0
-    # The second reduction of a step sends what the first one did not.
+    # The second reduction of a step sends the gradients that are missing in the first.
     twice, _ = ranks.run(2, _residuals_after, "kept", "step")[0]
     assert largest_difference(*twice[:2]) == 0.0
     assert largest_difference(twice[-1], stepped[-1]) > 0.0
 
 
 def _exports():
-    """What is saved inside and outside of the context, and the replica's own values before and after."""
+    """Return the state saved inside and outside of the context, and the replica's values before
+    and after.
+    """
     model, optimizer = _trained_model("ddp", {"name": "diloco", "every": 4}, steps=5)
     parallel2d.attach_optimizer(model, optimizer)
     _step(model, optimizer, 6)
@@ -400,17 +424,24 @@ def _written(strategy, sync, how):
         return model[0].weight.full_tensor().mean().item()
 
 
-@pytest.mark.parametrize(("strategy", "sync", "how"), [
-    ("hybrid_full", {"wire": "bf16"}, "loaded"), ("hybrid_full", {"wire": "bf16"}, "in place"),
-    ("ddp", {"name": "diloco", "every": 2}, "loaded"),
-], ids=str)  # fmt: skip
-def test_what_is_written_to_parameters_stays(ranks, strategy, sync, how):
+@pytest.mark.parametrize(
+    ("strategy", "sync", "how"),
+    [
+        ("hybrid_full", {"wire": "bf16"}, "loaded"),
+        ("hybrid_full", {"wire": "bf16"}, "in place"),
+        ("ddp", {"name": "diloco", "every": 2}, "loaded"),
+    ],
+    ids=str,
+)
+def test_values_written_to_parameters_are_kept(ranks, strategy, sync, how):
     for value in ranks.run(2, _written, strategy, sync, how):
         assert value == pytest.approx(2.0, abs=0.2)
 
 
 def _states_around_averages(strategy, sync):
-    """What is saved before averages take the places of parameters, inside and afterwards; and the averages."""
+    """Return the state saved before, inside and after the context that swaps in the EMA weights;
+    and the EMA weights.
+    """
     model, optimizer = _trained_model(strategy, sync, steps=2)
     averages = EMAWeights(model)
     for step in range(3, 5):
@@ -425,8 +456,11 @@ def _states_around_averages(strategy, sync):
     return [each["model"]["0.weight"] for each in states if each], average
 
 
-@pytest.mark.parametrize(("strategy", "sync"), [("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})])  # fmt: skip
-def test_averages_are_saved_where_they_are_shown_and_change_nothing(ranks, strategy, sync):
+@pytest.mark.parametrize(
+    ("strategy", "sync"),
+    [("hybrid_full", {"wire": "bf16"}), ("ddp", {"name": "diloco", "every": 2})],
+)
+def test_ema_weights_are_saved_inside_their_context_and_change_no_state(ranks, strategy, sync):
     (before, inside, after), average = ranks.run(2, _states_around_averages, strategy, sync)[0]
     assert torch.equal(before, after)
     assert torch.equal(inside, average)
@@ -434,7 +468,9 @@ def test_averages_are_saved_where_they_are_shown_and_change_nothing(ranks, strat
 
 
 def _scaled_by_hand(how):
-    """How far unrounded rows are from what they are to be: scaled in three steps that do nothing else, themselves or by parameters."""
+    """Return the distance of unrounded rows from their expected values: scaled in three steps that
+    do nothing else, directly or through parameters.
+    """
     model, optimizer = _trained_model("hybrid_full", {"wire": "bf16"}, steps=3)
     optimizer.param_groups[0].update(lr=0.0)
     owned = [each.detach().to_local() for each in parallel2d.updated_parameters(model)]
@@ -453,7 +489,7 @@ def _scaled_by_hand(how):
 
 
 @pytest.mark.parametrize("how", ["rows", "parameters", "parameters, saved"])
-def test_rows_that_are_scaled_by_hand_keep_what_rounding_takes(ranks, how):
+def test_rows_scaled_by_the_user_keep_their_rounding_error(ranks, how):
     assert max(ranks.run(2, _scaled_by_hand, how)) < 1e-12
 
 
@@ -467,7 +503,7 @@ def _dropped(strategy):
     return parallel2d.clip_gradient_norm(model.parameters(), 1.0).item()
 
 
-def test_zero_grad_drops_what_is_not_reduced_yet_with_split_updates_too(ranks):
+def test_zero_grad_drops_unreduced_gradients_also_with_split_updates(ranks):
     whole, split = ranks.run(2, _dropped, "ddp"), ranks.run(2, _dropped, "hybrid_full")
     assert split == pytest.approx(whole, rel=1e-12)
 
@@ -477,12 +513,12 @@ def _without_attaching(strategy, sync):
     sync_runs.loss_of(model, sync_runs.batch_of(1)).backward()
 
 
-def _on_whole_parameters(strategy, sync):
+def _on_full_parameters(strategy, sync):
     model = _sharded_model(strategy, sync)
     parallel2d.attach_optimizer(model, sync_runs.adamw(model.parameters()))
 
 
-def _whole_in_a_later_group(strategy, sync):
+def _full_in_a_later_group(strategy, sync):
     model, optimizer = _trained_model(strategy, sync)
     optimizer.add_param_group({"params": [next(model.parameters())]})
     _step(model, optimizer, 1)
@@ -527,8 +563,8 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
     (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a custom loop does not have"),
-    (_on_whole_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
-    (_whole_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
+    (_on_full_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
+    (_full_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
     (_stepped_in_no_sync, "ddp", {}, r"gradients from no_sync\(\) only"),
@@ -541,7 +577,7 @@ def test_a_mistake_in_a_loop_is_an_error(ranks, mistake, strategy, sync, message
         ranks.run(2, mistake, strategy, sync)
 
 
-def test_what_rounding_takes_of_a_narrow_parameter_is_no_change():
+def test_rounding_of_low_precision_parameters_is_not_a_change():
     parameter = OuterParameter("narrow", torch.nn.Parameter(torch.ones(3).bfloat16()), False)
     with torch.no_grad():
         parameter.outer += torch.tensor([1e-4, 0.3, -1e-3])

@@ -1,4 +1,6 @@
-"""Importing and using the package leaves torch as it was: the identity of its public names in fresh processes."""
+"""Importing and using the package leaves torch as it was: the identity of its public names in
+fresh processes.
+"""
 
 import copyreg
 import gc
@@ -28,7 +30,9 @@ JOBS = {
 
 
 def identities():
-    """By name what torch has under its public names, and whether hooks and modes of a process are active."""
+    """Return the objects behind torch's public names by name, and the state of process-wide hooks
+    and modes.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -109,7 +113,7 @@ def main(rank, ranks, folder, job):
 
 
 def _run(folder, job, ranks):
-    """Runs ``job`` in fresh processes, and returns what those that fail have printed."""
+    """Run ``job`` in fresh processes, and return the output of the failed processes."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     processes = []
@@ -129,13 +133,13 @@ def _run(folder, job, ranks):
     return [text[-3000:] for text, code in zip(told, codes, strict=True) if code]
 
 
-def test_torch_is_as_it_was_in_training_and_after_it(tmp_path):
+def test_torch_is_unchanged_during_and_after_training(tmp_path):
     assert not _run(tmp_path, "short", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["strategies", "context"])
-def test_torch_is_as_it_was_with_each_strategy_and_a_context_axis(tmp_path, job):
+def test_torch_is_unchanged_with_each_strategy_and_a_context_axis(tmp_path, job):
     assert not _run(tmp_path, job, 4)
 
 

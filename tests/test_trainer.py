@@ -1,4 +1,6 @@
-"""The loop's decisions: skipping what is not finite, learning rates, loss scale. And the installed package as people get it."""
+"""Decisions of the loop: skipped steps with non-finite values, learning rates, loss scale; and the
+installed package.
+"""
 
 import os
 import subprocess
@@ -35,9 +37,12 @@ class Breaking(nn.Module):
 def breaking(calls):
     arguments = f"++model.arguments={{rank: 1, calls: {calls}}}"
     return (
-        "model=custom", "model.target=test_trainer:Breaking", arguments, "checkpoint.enabled=false",
+        "model=custom",
+        "model.target=test_trainer:Breaking",
+        arguments,
+        "checkpoint.enabled=false",
         "optimizer.lr=0.1",
-    )  # fmt: skip
+    )
 
 
 METHODS = {
@@ -49,7 +54,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder, method):
+def test_all_ranks_skip_a_step_with_non_finite_gradients_on_one_rank(ranks, folder, method):
     words = (*breaking([3]), *METHODS[method])
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
     found = jobs.rows(folder / "run")
@@ -58,7 +63,7 @@ def test_all_ranks_skip_a_step_that_one_rank_broke(ranks, folder, method):
     assert found[5]["loss"] < found[0]["loss"]
 
 
-def test_too_many_broken_steps_in_a_row_end_the_run(ranks, folder):
+def test_too_many_consecutive_skipped_steps_end_the_run(ranks, folder):
     words = (*breaking([2, 3, 4]), "train.max_skipped_steps=3")
     with pytest.raises(WorkerError, match="not finite in 3 steps in a row .*the last one step 4"):
         ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 6)
@@ -71,7 +76,7 @@ def flip_a_bit(trainer):
         local.view(-1).view(torch.int32)[5] ^= 1 << 9
 
 
-def test_a_replica_with_another_bit_ends_the_run_with_the_name_of_the_parameter(ranks, folder):
+def test_unequal_replica_ends_the_run_with_the_parameter_name(ranks, folder):
     words = ("strategy=ddp", "sync.compare_every=6", "checkpoint.enabled=false")
     says = r"embedding\.weight differs between ranks \[0\] and \[1\]"
     with pytest.raises(WorkerError, match=says):
@@ -124,8 +129,13 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     (copied / "tools/install").mkdir(parents=True)
     (copied / "tools/install/parallel2d").symlink_to("../../parallel2d")
     build = [
-        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(copied),
-    ]  # fmt: skip
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(copied),
+    ]
     subprocess.run([*pip, *build], check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run(
@@ -137,9 +147,12 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     found = jobs.run_python("-c", where, cwd=empty, env=environment, check=True)
     assert found.stdout.count(str(site)) == 2
     words = [
-        "train.steps=2", "model.n_layers=1", "launch.nproc_per_node=1", "data.cache_dir=cache",
+        "train.steps=2",
+        "model.n_layers=1",
+        "launch.nproc_per_node=1",
+        "data.cache_dir=cache",
         "train.validate_every=0",
-    ]  # fmt: skip
+    ]
     done = jobs.run_python("-m", "parallel2d.train", *words, cwd=empty, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(list(empty.glob("outputs/*/*/metrics.jsonl"))) == 1

@@ -1,4 +1,4 @@
-"""Type checkers find the package after an editable install, and see what its names are."""
+"""Type checkers find the package after an editable install, and resolve its names."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def test_mypy_follows_the_package_from_a_script_elsewhere(tmp_path):
     assert "paralelize" in errors[4]
 
 
-def test_an_editable_install_is_a_path():
+def test_editable_install_is_a_path():
     """An import hook would be invisible to type checkers and editors."""
     package = Path(parallel2d.__file__).parent
     for name in ("models", "conf"):

@@ -1,4 +1,4 @@
-"""What people write in models and loops, and what DDP allows: right, or one sentence with the way out."""
+"""Unusual models and loops that DDP allows: correct results, or one sentence with the remedy."""
 
 import copy
 import re
@@ -41,7 +41,9 @@ class Attention(nn.Module):
 
 
 class Odd(nn.Module):
-    """Blocks in containers that nobody calls, forwards called directly, sparse and empty gradients."""
+    """Blocks in containers that are never called, forwards called directly, sparse and empty
+    gradients.
+    """
 
     def __init__(self):
         super().__init__()
@@ -76,7 +78,7 @@ def _odd(strategy, bucketing):
     torch.manual_seed(0)
     alone, model = Odd().double(), Odd().double()
     model.load_state_dict(alone.state_dict())
-    # Its own dtype until the model runs; then that of the configuration is in use.
+    # The model's own dtype until it runs; then the configured dtype is used.
     config = ParallelConfig(strategy, bucketing, precision="fp64")
     mesh = _mesh(strategy)
     model = parallelize(model, mesh, config, broadcast_from=0)
@@ -93,7 +95,7 @@ def _odd(strategy, bucketing):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "zero3", "ddp"])
-def test_odd_models_train_as_in_one_process(ranks, strategy):
+def test_unusual_models_train_as_in_one_process(ranks, strategy):
     for bucketing in ("block", "layer"):
         for worst, dtypes in ranks.run(4, _odd, strategy, bucketing):
             assert worst < 1e-12
@@ -319,7 +321,7 @@ TOLD = (
 )
 
 
-def test_what_is_refused_says_the_way_out(ranks):
+def test_refused_scripts_name_the_remedy(ranks):
     for told in ranks.run(2, _refused):
         for sentence, pattern in zip(told, TOLD, strict=True):
             assert re.search(pattern, sentence), sentence

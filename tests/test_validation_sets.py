@@ -1,4 +1,6 @@
-"""Named validation sets, and `train.epochs`: what is read, how often, and that neither depends on the layout."""
+"""Named validation sets, and `train.epochs`: samples, their number, and independence of the
+layout.
+"""
 
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def losses(folder, name):
 
 
 @pytest.mark.slow
-def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, folder):
+def test_each_validation_set_has_its_own_loss_on_every_layout(ranks, folder):
     runs = {
         "one": (1, f"{{{SUMS}, {SHORT}, {SAME}}}", ()),
         "hybrid": (4, f"{{{SAME}, {SHORT}, {SUMS}}}", ("mesh.replicate=2",)),
@@ -50,7 +52,12 @@ def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, fo
         words = (*VALIDATED, f"data.validation={sets}", *words)
         ranks.run(count, jobs.run_to_the_end, str(folder), str(folder / name), words)
     first = losses(folder, "one")
-    keys = ["validation/loss", "validation/same/loss", "validation/short/loss", "validation/sums/loss"]  # fmt: skip
+    keys = [
+        "validation/loss",
+        "validation/same/loss",
+        "validation/short/loss",
+        "validation/sums/loss",
+    ]
     assert [sorted(row) for row in first] == [keys, keys]
     for name in ("hybrid", "tensor"):
         for row, expected in zip(losses(folder, name), first, strict=True):
@@ -60,7 +67,7 @@ def test_each_set_has_a_loss_of_its_own_in_any_order_and_on_any_layout(ranks, fo
     assert len({row["validation/sums/loss"] for row in first}) == 2
 
 
-def test_a_run_with_named_sets_trains_as_one_without(ranks, folder):
+def test_named_validation_sets_do_not_change_training(ranks, folder):
     named = (*VALIDATED, f"data.validation={{{SUMS}}}")
     runs = {"plain": VALIDATED, "named": named, "alone": (*named, "data.validation_fraction=0")}
     for name, words in runs.items():
@@ -68,11 +75,11 @@ def test_a_run_with_named_sets_trains_as_one_without(ranks, folder):
     for key in ("loss", "grad_norm", "data/batch_hash"):
         plain, other = ([row[key] for row in jobs.rows(folder / n)] for n in ("plain", "named"))
         assert plain == other
-    # Without a held-out part there are the named losses alone.
+    # Without a held-out part only the named losses exist.
     assert [list(row) for row in losses(folder, "alone")] == [["validation/sums/loss"]] * 2
 
 
-def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
+def test_validation_set_is_fully_read_without_a_fraction(folder):
     path = str(folder / "sums.txt")
     data = data_of(folder, validation={"whole": {"path": path}})
     assert data.named_validation["whole"].end.policy == "pad"
@@ -83,7 +90,7 @@ def test_a_set_is_read_as_a_whole_unless_a_fraction_is_given(folder):
     assert len(part.named_validation["part"]) == len(half.validation)
 
 
-def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
+def test_held_out_part_of_a_prepared_folder_is_read(folder):
     for name, fraction in (("parts", "0.5"), ("whole", "0")):
         words = ["prepare", str(folder / "corpus.txt"), "--output", str(folder / name)]
         assert prepare([*words, "--validation-fraction", fraction]) == 0
@@ -97,29 +104,35 @@ def test_of_a_prepared_folder_the_held_out_part_is_read(folder):
     assert len(data.named_validation["whole"]) == len(whole.train)
 
 
-def test_a_set_is_no_part_of_what_a_checkpoint_belongs_to(folder):
-    plain, named = data_of(folder), data_of(folder, validation={"a": {"path": str(folder / "sums.txt")}})  # fmt: skip
+def test_validation_sets_are_not_in_the_data_fingerprint(folder):
+    plain, named = (
+        data_of(folder),
+        data_of(folder, validation={"a": {"path": str(folder / "sums.txt")}}),
+    )
     assert plain.fingerprint == named.fingerprint
     assert plain.validation_fingerprint != named.validation_fingerprint
 
 
-@pytest.mark.parametrize(("entry", "problem"), [
-    ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
-    ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
-    ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
-    ({"path": 7}, r"data\.validation\.it\.path=7 must be text or null"),
-    ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
-    ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
-    ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
-    ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
-])  # fmt: skip
-def test_a_wrong_entry_is_one_message(folder, entry, problem):
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"path": "nowhere.txt"}, r"data\.validation\.it: .*nowhere\.txt"),
+        ({"pth": "x"}, r"data\.validation\.it\.pth: a set may have .*did you mean path"),
+        ({"epochs": 2}, r"data\.validation\.it\.epochs: a set may have"),
+        ({"path": 7}, r"data\.validation\.it\.path=7 must be text or null"),
+        ("sums.txt", r"data\.validation\.it=sums\.txt must have the form"),
+        ({"packing": "tight"}, r"data\.validation\.it\.packing=tight is not one of packed, padded"),
+        ({"split": "test"}, r"data\.validation\.it\.split=test has no effect with .*only with hf"),
+        ({"name": "custom", "target": "a:b"}, "all sets are custom, or none"),
+    ],
+)
+def test_wrong_validation_set_gives_one_message(folder, entry, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         data_of(folder, validation={"it": entry})
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_wrong_name_is_one_message(folder):
+def test_wrong_name_of_a_validation_set_gives_one_message(folder):
     with pytest.raises(ConfigError, match="a set's name has letters, digits"):
         data_of(folder, validation={"a/b": {}})
 
@@ -127,8 +140,11 @@ def test_a_wrong_name_is_one_message(folder):
 # Epochs
 
 SHORT_EPOCH = (
-    "data.path=sums.txt", "data.validation_fraction=0", "checkpoint.every=10", "optimizer.lr=0.01",
-)  # fmt: skip
+    "data.path=sums.txt",
+    "data.validation_fraction=0",
+    "checkpoint.every=10",
+    "optimizer.lr=0.01",
+)
 
 
 def sums(folder, **options):
@@ -152,7 +168,7 @@ def test_epochs_set_the_steps_from_the_size_of_the_data(ranks, folder, end, coun
     arguments = (str(folder), str(folder / "run"), (*words, layout))
     assert ranks.run(count, jobs.run_to_the_end, *arguments) == [(steps, None)] * count
     rows = jobs.rows(folder / "run")
-    # What is read is known without a layout.
+    # The samples are known without a layout.
     stream = sums(folder, epochs=2, end=end)
     batches = [stream.read(range(first, first + batch)) for first in range(0, steps * batch, batch)]
     assert [row["data/batch_hash"] for row in rows] == [each.hash for each in batches]
@@ -171,7 +187,7 @@ def test_a_resumed_run_ends_at_the_same_step(ranks, folder):
     assert jobs.rows(folder / "run")[-1]["samples"] == 2 * samples_of(folder) // 64 * 64
 
 
-def test_what_does_not_fit_the_epochs_is_refused_once_the_data_are_known(ranks, folder):
+def test_settings_that_conflict_with_epochs_are_refused_with_known_data(ranks, folder):
     from workers import WorkerError
 
     steps = samples_of(folder) // 16

@@ -1,4 +1,6 @@
-"""Weights: from one rank to all, from a folder, whole for a moment; and what frozen ones cost."""
+"""Weights: broadcast from one rank, loaded from a folder, summoned unsharded; and the cost of
+frozen parameters.
+"""
 
 import contextlib
 import copy
@@ -60,7 +62,8 @@ class Tabled(nn.Module):
 def equals(model, whole):
     expected = whole.state_dict() if isinstance(whole, nn.Module) else whole
     return all(
-        torch.equal(training.whole(p), expected[name]) for name, p in model.named_parameters()
+        torch.equal(training.full_tensor_of(p), expected[name])
+        for name, p in model.named_parameters()
     )
 
 
@@ -77,7 +80,7 @@ def _broadcast(how, source):
 
 
 @pytest.mark.parametrize(("how", "source", "saved"), [("real", 3, 3.0), ("meta", 0, 1.0)])
-def test_all_ranks_start_from_one_ranks_weights_and_buffers(ranks, how, source, saved):
+def test_broadcast_gives_all_ranks_weights_and_buffers_of_one_rank(ranks, how, source, saved):
     found = ranks.run(4, _broadcast, how, source)
     assert found == [(True, [saved] * 3, [0.0, 1.0, 2.0, 3.0, 4.0])] * 4
 
@@ -94,7 +97,7 @@ def _broadcast_tied():
     return equals(model, expected)
 
 
-def test_weights_tied_on_the_rank_they_come_from_are_tied_on_all(ranks):
+def test_tied_weights_of_the_source_rank_are_tied_on_all_ranks(ranks):
     assert ranks.run(2, _broadcast_tied) == [True, True]
 
 
@@ -132,7 +135,7 @@ OTHER_MODELS = (
 
 
 def _models_that_differ():
-    """What is said where rank 1's model, or what it gives, is not what rank 0 has."""
+    """Return the errors for a model or values of rank 1 that differ from rank 0."""
     told = []
     for how, options, _ in OTHER_MODELS:
         torch.manual_seed(0)
@@ -144,7 +147,7 @@ def _models_that_differ():
     return told
 
 
-def test_ranks_with_different_models_are_told_what_differs(ranks):
+def test_different_models_on_ranks_are_refused_with_the_difference(ranks):
     start = "ranks [1] have a different model than rank 0. Rank 1 has "
     for told in ranks.run(2, _models_that_differ):
         for text, (how, _, expected) in zip(told, OTHER_MODELS, strict=True):
@@ -170,7 +173,7 @@ def test_hashes_differ_where_sums_of_products_are_equal():
 
 
 class LargeRows(nn.Module):
-    """A matrix, and a tensor of which one row of dim 0 is larger than what travels at once."""
+    """A matrix, and a tensor with rows of dim 0 that are larger than one chunk of a transfer."""
 
     def __init__(self, rows, deep=(2, 3, 2**21)):
         super().__init__()
@@ -183,13 +186,16 @@ class LargeRows(nn.Module):
 
 
 def _load_large(how, rows, folder):
-    """Whether the tensors are right, and by how much the most that this rank held is above its own part."""
+    """True if the tensors are correct, and the peak memory of this rank above its local shards."""
     import safetensors.torch
 
     mesh, first = build_mesh(MeshSpec(), "zero3"), dist.get_rank() == 0
     with torch.device("meta"):
         model = LargeRows(rows)
-    state = {"matrix": torch.arange(rows * 1024.0).view(rows, 1024), "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21)}  # fmt: skip
+    state = {
+        "matrix": torch.arange(rows * 1024.0).view(rows, 1024),
+        "deep": torch.arange(6.0 * 2**21).view(2, 3, 2**21),
+    }
     options = {"seed": 0}
     if how == "load_pretrained":
         if first:
@@ -216,7 +222,7 @@ def _load_large(how, rows, folder):
 
 
 @pytest.mark.parametrize("how", ["broadcast_from", "load_state", "load_pretrained"])
-def test_a_rank_that_receives_weights_holds_its_part_and_a_piece(ranks, tmp_path, how):
+def test_receiving_rank_holds_its_shard_and_one_chunk(ranks, tmp_path, how):
     for rank, (right, beside) in enumerate(ranks.run(4, _load_large, how, 10_000, str(tmp_path))):
         assert right == [True, True]
         if rank or how == "load_pretrained":
@@ -251,7 +257,9 @@ def test_full_and_sharded_state_dicts_are_loaded(ranks):
 
 
 def _master_values(name, options, folder):
-    """Whole values given to a model whose replicas compute with others: what is saved of it then, and what it computes with."""
+    """Load full values into a model with replicas that compute in another dtype; return the saved
+    state and the values used in compute.
+    """
     import safetensors.torch
 
     config = ParallelConfig(name, sync=SyncConfig(**options))
@@ -277,9 +285,13 @@ def _master_values(name, options, folder):
     return found
 
 
-@pytest.mark.parametrize(("name", "options", "rounded"), [
-    ("hybrid_full", {"wire": "bf16"}, True), ("hybrid", {"name": "diloco", "every": 2}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options", "rounded"),
+    [
+        ("hybrid_full", {"wire": "bf16"}, True),
+        ("hybrid", {"name": "diloco", "every": 2}, False),
+    ],
+)
 def test_master_values_are_loaded_and_saved(ranks, tmp_path, name, options, rounded):
     for found in ranks.run(4, _master_values, name, options, str(tmp_path)):
         assert found == [(True, not rounded, rounded)] * 3
@@ -296,13 +308,15 @@ SUMMONED = (
 def values_of(model):
     values, gradients = {}, {}
     for name, parameter in model.named_parameters():
-        values[name] = training.whole(parameter).clone()
-        gradients[name] = training.whole(parameter.grad).clone()
+        values[name] = training.full_tensor_of(parameter).clone()
+        gradients[name] = training.full_tensor_of(parameter.grad).clone()
     return values, gradients
 
 
 def _summon(sizes):
-    """By options, whether parameters and gradients are what was written to the whole ones."""
+    """Return by options True if parameters and gradients equal the values written to the unsharded
+    tensors.
+    """
     _, model = training.sharded(sizes, {"strategy": "hybrid"})
     tokens, _ = training.global_batch(0)
     model(tokens).square().mean().backward()
@@ -342,7 +356,7 @@ def _summon(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)])
-def test_whole_parameters_for_a_moment(ranks, sizes):
+def test_summoned_parameters_are_unsharded_inside_the_context(ranks, sizes):
     for found, dropped in ranks.run(4, _summon, sizes):
         assert found == [({changed}, {doubled}) for _, (changed, doubled) in SUMMONED]
         assert dropped == [["output.weight"]] * 2
@@ -378,24 +392,27 @@ def _clip():
     with pytest.raises(ValueError, match="max_value=-1"):
         clip_gradient_value(model.parameters(), -1)
     pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    same = all(torch.equal(training.whole(p.grad), q.grad) for p, q in pairs)
+    same = all(torch.equal(training.full_tensor_of(p.grad), q.grad) for p, q in pairs)
     return same, clip_gradient_norm(model.parameters(), math.inf).item() > 3
 
 
-def test_clipping_by_value_is_that_of_a_single_process(ranks):
+def test_clipping_by_value_equals_a_single_process(ranks):
     assert ranks.run(4, _clip) == [(True, True)] * 4
 
 
-@pytest.mark.parametrize(("names", "stacked", "dim", "shapes", "whole"), [
-    ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 2)}, (7, 2)),
-    ([["a", "b"], ["c", "d"]], True, 1, dict.fromkeys("abcd", (4, 2)), (2, 8, 2)),
-    ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 4)}, None),
-    ([["a", "b"], ["c"]], True, 1, dict.fromkeys("abc", (4, 2)), None),
-    ([["a", "b"]], True, None, {"a": (4, 2), "b": (3, 2)}, None),
-    ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
-    ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
-])  # fmt: skip
-def test_tensors_that_leave_a_hole_are_refused(names, stacked, dim, shapes, whole):
+@pytest.mark.parametrize(
+    ("names", "stacked", "dim", "shapes", "whole"),
+    [
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 2)}, (7, 2)),
+        ([["a", "b"], ["c", "d"]], True, 1, dict.fromkeys("abcd", (4, 2)), (2, 8, 2)),
+        ([["a"], ["b"]], False, 0, {"a": (4, 2), "b": (3, 4)}, None),
+        ([["a", "b"], ["c"]], True, 1, dict.fromkeys("abc", (4, 2)), None),
+        ([["a", "b"]], True, None, {"a": (4, 2), "b": (3, 2)}, None),
+        ([["a"], ["b"]], False, 0, {"a": (), "b": ()}, None),
+        ([["a", "b"]], False, None, dict.fromkeys("ab", (4, 2)), None),
+    ],
+)
+def test_tensors_with_gaps_are_refused(names, stacked, dim, shapes, whole):
     headers = {name: (None, Entry("F32", shape, 0, 0)) for name, shape in shapes.items()}
     form = StoredForm(names, stacked, dim)
     if whole is None:

@@ -1,4 +1,6 @@
-"""Optimizers of one's own that need whole tensors: as in one process on any layout, saved and resumed on another."""
+"""Custom optimizers on unsharded tensors: equal to one process on any layout, saved and resumed on
+another.
+"""
 
 import copy
 from typing import Any
@@ -166,7 +168,9 @@ def sharded(layout: str, seed: int = 0, sync: SyncConfig | None = None) -> tuple
 
 
 def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any, int]:
-    """Half of the steps: the first, which are saved, or those from what was saved."""
+    """Run half of the steps: the first half, which is saved, or the second half from the saved
+    state.
+    """
     mesh, model = sharded(layout, seed=int(resumes))
     optimizer = built(kind, model, wrap=True)
     parallel2d.attach_optimizer(model, optimizer)
@@ -185,13 +189,17 @@ def train(kind: str, layout: str, folder: str, resumes: bool) -> tuple[Any, Any,
     return weights_of(model), state, inner
 
 
-@pytest.mark.parametrize(("kind", "first", "then"), [
-    ("stacked", "zero3", "hybrid"), ("lists", "ddp", "hybrid_full"),
-    pytest.param("stacked", "hybrid_full", "ddp", marks=pytest.mark.slow),
-    pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
-    pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_updates_are_those_of_one_process_when_resumed(ranks, tmp_path, kind, first, then):
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [
+        ("stacked", "zero3", "hybrid"),
+        ("lists", "ddp", "hybrid_full"),
+        pytest.param("stacked", "hybrid_full", "ddp", marks=pytest.mark.slow),
+        pytest.param("stacked", "tensor", "tensor", marks=pytest.mark.slow),
+        pytest.param("lists", "hybrid", "zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_updates_equal_one_process_when_resumed(ranks, tmp_path, kind, first, then):
     model = plain(first)
     optimizer = built(kind, model, wrap=False)
     steps(model, optimizer, None, 1, 2)
@@ -215,7 +223,9 @@ def test_updates_are_those_of_one_process_when_resumed(ranks, tmp_path, kind, fi
 
 
 def continued(kind: str, layout: str, path: str, sync: SyncConfig | None) -> dict[str, Any]:
-    """Two steps from what a script saved in one process, with a `state_dict` in between."""
+    """Run two steps from the state that a script saved in one process, with a `state_dict` in
+    between.
+    """
     mesh, model = sharded(layout, sync=sync)
     optimizer = built(kind, model, wrap=True)
     parallel2d.attach_optimizer(model, optimizer)
@@ -237,7 +247,7 @@ def test_a_state_of_one_process_is_loaded(ranks, tmp_path):
         steps(model, optimizer, None, 3, 4)
         found = ranks.run(4, continued, kind, layout, str(tmp_path / kind), None)
         assert max(largest_difference(each, weights_of(model)) for each in found) <= 1e-10
-    # With diloco each replica has owners of its own, and is a job of one process on its samples.
+    # With diloco each replica has separate owners, and equals a job of one process on its samples.
     found = ranks.run(4, continued, kind, "hybrid", str(tmp_path / kind), SyncConfig("diloco"))
     for replica in range(2):
         model = plain("hybrid")
@@ -275,7 +285,7 @@ def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
     with pytest.raises(parallel2d.ConfigError, match="all parameter groups at once"):
         optimizer.step()
     optimizer = parallel2d.whole_matrices(torch.optim.Rprop, matrices)
-    if optimizer._inner.param_groups:  # on the owner alone, and all ranks hear of it
+    if optimizer._inner.param_groups:  # only on the owner, and all ranks receive the result
         optimizer._inner.state["count"] = 1
     with pytest.raises(parallel2d.ConfigError, match="count in the optimizer's state cannot be"):
         optimizer.state_dict()
@@ -288,7 +298,7 @@ def without_the_wrapper(saved: dict[str, Any]) -> dict[str, Any]:
     return weights_of(model)
 
 
-def test_what_sharded_parameters_do_not_take_is_explained_and_whole_state_is_cut(ranks):
+def test_unsupported_calls_on_sharded_parameters_are_explained_and_full_state_is_sharded(ranks):
     model = plain("hybrid")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     start = {name: each.clone() for name, each in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The pools of ranks that the other tests run on: what they survive, and what they say."""
+"""The pools of ranks that run the other tests: survived failures and reported errors."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ def group_of_the_shard_axis() -> int:
     return id(build_mesh(MeshSpec(shard=2), "zero3").get_group("shard"))
 
 
-def test_a_pool_whose_rank_was_killed_starts_afresh_and_the_others_stay(ranks):
+def test_pool_of_a_killed_rank_restarts_and_other_pools_stay(ranks):
     before, others = ranks.run(2, rank_and_process), ranks.run(3, rank_and_process)
     with pytest.raises(WorkerError, match="the worker process ended"):
         ranks.run(2, end_rank, 1)
@@ -40,7 +40,7 @@ def test_a_pool_whose_rank_was_killed_starts_afresh_and_the_others_stay(ranks):
     assert ranks.run(3, rank_and_process) == others
 
 
-def test_a_failure_on_one_rank_is_told_with_its_trace_and_ends_the_pool(ranks):
+def test_failure_on_one_rank_is_raised_with_its_traceback_and_ends_the_pool(ranks):
     before = ranks.run(2, rank_and_process)
     with pytest.raises(
         WorkerError, match="rank 1: ValueError: this rank fails\n.*Traceback"
@@ -50,7 +50,7 @@ def test_a_failure_on_one_rank_is_told_with_its_trace_and_ends_the_pool(ranks):
     assert ranks.run(2, rank_and_process) != before
 
 
-def test_the_same_failure_on_every_rank_keeps_the_pool_but_not_its_groups(ranks):
+def test_equal_failure_on_every_rank_keeps_the_pool_without_its_groups(ranks):
     before, group = ranks.run(2, rank_and_process), ranks.run(2, group_of_the_shard_axis)
     assert ranks.run(2, group_of_the_shard_axis) == group, (
         "meshes of later tests get the same groups"
@@ -72,7 +72,7 @@ def fault_on(number: int) -> None:
     dist.barrier()
 
 
-def test_a_native_fault_is_said_with_its_stack():
+def test_native_fault_is_raised_with_its_stack():
     pools = Pools()
     try:
         with pytest.raises(WorkerError, match=r"rank 1 ended with -11:(.|\n)*fault_on"):

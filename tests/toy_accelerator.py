@@ -1,4 +1,5 @@
-"""A kind of accelerator that exists in tests only: devices named ``toy`` that torch knows by public registration.
+"""A kind of accelerator that exists in tests only: devices named ``toy`` that torch knows by
+public registration.
 
 As a program: joins the ranks of the environment and prints the device of this one.
 """

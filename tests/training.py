@@ -1,4 +1,6 @@
-"""A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch reference."""
+"""A small training run as a function, for tests: the same steps on any layout, and a plain PyTorch
+reference.
+"""
 
 import copy
 import math
@@ -21,13 +23,19 @@ from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
 VOCAB = 67
 LLAMA = {
-    "dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": VOCAB, "max_seq_len": 64,
-}  # fmt: skip
+    "dim": 32,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "hidden_dim": 48,
+    "vocab_size": VOCAB,
+    "max_seq_len": 64,
+}
 SEQ, GLOBAL_BATCH = 16, 8
 
 
 def loss_of_logits(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """As the arithmetic of costs takes a loss."""
+    """Loss of logits in the form that the arithmetic of costs takes."""
     return parallel2d.cross_entropy_sum(model(inputs), targets)
 
 
@@ -55,7 +63,9 @@ class GainBlock(Block):
 
 
 class Buffered(Llama):
-    """The Llama with tables of floats: what enters its blocks has the dtype of a buffer, not of a parameter."""
+    """The Llama with tables of floats: the inputs of its blocks have the dtype of a buffer, not of
+    a parameter.
+    """
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -103,7 +113,7 @@ def optimizer_of(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
     return optimizer
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor_of(parameter: Tensor) -> Tensor:
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
     return parameter.detach().clone()
@@ -111,7 +121,8 @@ def whole(parameter: Tensor) -> Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
     return {
-        name: whole(p).detach().double().clone().numpy() for name, p in model.named_parameters()
+        name: full_tensor_of(p).detach().double().clone().numpy()
+        for name, p in model.named_parameters()
     }
 
 
@@ -123,7 +134,9 @@ def largest_difference(found: dict[str, Any], expected: dict[str, Any]) -> float
 def sharded(
     mesh_sizes: dict[str, Any], config: dict[str, Any], seed: int = 0, **llama: Any
 ) -> tuple[DeviceMesh, nn.Module]:
-    """The mesh, and the small Llama on it with the weights of ``seed``; `train` says what ``llama`` may be."""
+    """Return the mesh, and the small Llama on it with the weights of ``seed``; `train` describes
+    ``llama``.
+    """
     parallel = parallel2d.ParallelConfig(**config)
     mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**mesh_sizes), parallel.strategy.name)
     with parallel2d.build_on_meta():
@@ -149,10 +162,16 @@ def train(
     loss_chunk: int | None = None,
     decay: float | None = None,
 ) -> dict[str, Any]:
-    """Trains the small Llama on this process group; returns losses, gradient norms and whole final weights (rank 0).
+    """Train the small Llama on this process group; return losses, gradient norms and final
+    unsharded weights (rank 0).
 
-    ``llama``: changes to its sizes, or another ``kind``, with a ``plan`` of its own if it is no Llama; ``descent``: with `Descent` instead of AdamW; ``loss_chunk``: with a
-    `ChunkedHead` of so many rows; ``decay``: of averages of the weights, by `sharded_copy` and by torch's ``AveragedModel``."""
+    Args:
+        llama: changes to its sizes, or another ``kind``, with a separate ``plan`` if it is not a
+            Llama.
+        descent: use `Descent` instead of AdamW.
+        loss_chunk: rows of a `ChunkedHead`.
+        decay: decay of the EMA weights, by `sharded_copy` and by torch's ``AveragedModel``.
+    """
     mesh, model = sharded(mesh_sizes, config, seed, **(llama or {}))
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = parallel2d.data_coordinate(mesh), parallel2d.mesh_shape(mesh).data_ranks
@@ -188,7 +207,9 @@ def train(
 
 
 class Averages:
-    """Averages of a model's weights, in ``copy`` and by torch's own class, and what evaluations with them give."""
+    """EMA weights of a model, in ``copy`` and by torch's own class, and results of evaluations
+    with them.
+    """
 
     def __init__(self, model: nn.Module, copy: Any, decay: float) -> None:
         self.model, self.copy = model, copy
@@ -214,13 +235,17 @@ class Averages:
         copied = getattr(self.copy, "module", self.copy)
         found |= {f"average.{name}": each for name, each in copied.named_parameters()}
         found |= {f"torch.{name}": each for name, each in self.of_torch.module.named_parameters()}
-        return {name: whole(each).detach().double().numpy() for name, each in found.items()}
+        return {
+            name: full_tensor_of(each).detach().double().numpy() for name, each in found.items()
+        }
 
 
 def reference(
     model: nn.Module, *, steps: int, dtype: torch.dtype, decay: float | None = None
 ) -> dict[str, Any]:
-    """The same run in plain PyTorch: one process, the whole global batch at once, torch's own loss and clipping."""
+    """Run the same in plain PyTorch: one process, the full global batch at once, torch's own loss
+    and clipping.
+    """
     model = copy.deepcopy(model).to(dtype)
     optimizer = optimizer_of(model)
     losses, norms = [], []
@@ -251,10 +276,12 @@ def reference_in(
     steps: int,
     descent: bool = False,
 ) -> dict[str, Any]:
-    """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision`` names.
+    """The run of `train` in plain PyTorch, one process, computing in the dtypes that ``precision``
+    names.
 
-    The batch goes through in as many parts as there are data ranks. Each computes with a copy of the weights in ``param``; its
-    gradients are cast to ``reduce``, averaged over shards, then over replicas (one or two), and cast to ``storage``.
+    The batch goes through in as many parts as there are data ranks. Each computes with a copy of
+    the weights in ``param``; its gradients are cast to ``reduce``, averaged over shards, then over
+    replicas (one or two), and cast to ``storage``.
     """
     storage, reduce = DTYPES[precision.storage], DTYPES[precision.reduce]
     model = copy.deepcopy(model)
@@ -298,7 +325,8 @@ def reference_in(
             inner = [_mean(each[first : first + shards]) for first in range(0, parts, shards)]
             dtype = reduce if precision.keep_low_precision_gradients else parameter.dtype
             parameter.grad_dtype = dtype
-            # Two replicas exchange what they contribute and add it unrounded; more round the mean too.
+            # Two replicas exchange their contributions and add them unrounded; more replicas round
+            # the mean too.
             if len(inner) == 2:
                 wide = torch.promote_types(inner[0].dtype, torch.float32)
                 inner = [value.to(wide) for value in inner]
@@ -343,9 +371,11 @@ def _computing(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
 
 
 def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest relative difference of a loss, that of the first gradient norm, and the largest absolute one of a weight.
+    """Largest relative difference of a loss and of the first gradient norm, and the largest
+    absolute difference of a weight.
 
-    NaN anywhere counts as infinite. Raises ValueError or AssertionError when one run has other steps or parameters than the other.
+    NaN anywhere counts as infinite. Raises ValueError or AssertionError when one run has other
+    steps or parameters than the other.
     """
     assert run["weights"].keys() == expected["weights"].keys()
 
@@ -367,8 +397,9 @@ def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
 
 
 def is_agreement(function, args):
-    """Whether a call that reaches a process group is the all-reduce by which all ranks agree on used parameters: that on the group
-    of all ranks, where gradients never travel."""
+    """True if a call to a process group is the all-reduce of used parameters: it runs on the group
+    of all ranks, which never carries gradients.
+    """
     groups = [
         dist.ProcessGroup.unbox(leaf)
         for leaf in torch.utils._pytree.tree_leaves(args)

@@ -1,8 +1,10 @@
-"""Pools of gloo worker processes that stay alive for the test session, so that a multi-rank test costs tenths of a second.
+"""Pools of gloo worker processes that stay alive for the test session, so that a multi-rank test
+costs tenths of a second.
 
-``run(world_size, function, *args)`` calls a module-level function on every rank, inside one process group, and returns the list of
-results by rank. An exception on any rank is raised in the test with that rank's traceback; the pool is then started afresh,
-because the other ranks may be waiting in a collective, unless every rank raised the same.
+``run(world_size, function, *args)`` calls a module-level function on every rank, inside one
+process group, and returns the list of results by rank. An exception on any rank is raised in the
+test with that rank's traceback; the pool is then started afresh, because the other ranks may be
+waiting in a collective, unless every rank raised the same.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ GRACE_S = 10.0  # for the answers of others, once a rank has failed
 
 def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What native code says before it ends the process, and where every thread then was.
+    # Output of native code before it ends the process, and the stack of every thread.
     last_words = os.open(os.path.join(folder, f"stderr.{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(last_words, 2)
     faulthandler.enable(2)
@@ -41,7 +43,7 @@ def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
     )
     groups = MeshGroups()
     gc.collect()
-    gc.freeze()  # what is imported by now need not be looked through again before every test
+    gc.freeze()  # imported modules need no search before every test
     connection.send(("ready", None))
     while (task := connection.recv()) is not None:
         function, args, kwargs = task
@@ -56,10 +58,12 @@ def _worker(rank: int, world_size: int, folder: str, connection: Any) -> None:
 
 
 class MeshGroups:
-    """The process groups of meshes, made once per pool and set of ranks: equal meshes of later tests get the same ones.
+    """The process groups of meshes, made once per pool and set of ranks: equal meshes of later
+    tests get the same ones.
 
-    Making them costs as much as a small test. Groups that a test made itself are ended before the next one: each has a thread that wakes
-    up a hundred times a second. So are all groups after a test that failed.
+    Making them costs as much as a small test. Groups that a test made itself are ended before the
+    next one: each has a thread that wakes up a hundred times a second. So are all groups after a
+    test that failed.
     """
 
     def __init__(self) -> None:
@@ -69,10 +73,10 @@ class MeshGroups:
         self.kept: dict[tuple[Any, ...], Any] = {}
         self._taken: Counter[tuple[Any, ...]] = Counter()  # groups that a test may have only once
         self._make = dist.new_group
-        device_mesh.new_group = self._kept_or_new
-        dist.new_group = self._kept_or_new
+        device_mesh.new_group = self._cached_or_new
+        dist.new_group = self._cached_or_new
 
-    def _kept_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
+    def _cached_or_new(self, ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
         from parallel2d.parallel.sync.engine.replica_reducer import GROUP_NAME
 
         key: tuple[Any, ...] = (tuple(ranks or ()), options.get("backend"))
@@ -87,7 +91,9 @@ class MeshGroups:
         return self.kept[key]
 
     def forget_others(self) -> None:
-        """Ends the groups that are not kept. All ranks have answered by now, so none is inside a collective."""
+        """Ends the groups that are not kept. All ranks have answered by now, so none is inside a
+        collective.
+        """
         import torch.distributed as dist
 
         from parallel2d.base.runtime import release_groups
@@ -107,7 +113,7 @@ class MeshGroups:
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """What the `ConfigError` says that a call raises."""
+    """Return the message of the `ConfigError` that a call raises."""
     from parallel2d import ConfigError
 
     try:
@@ -118,8 +124,13 @@ def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 
 
 class WorkerError(AssertionError):
-    """A test function failed on a rank. ``kind`` and ``message`` are those of the exception there; ``everywhere``: all ranks raised
-    the same, so none is left in a collective."""
+    """A test function failed on a rank.
+
+    Attributes:
+        kind: class of the exception on the rank.
+        message: message of the exception on the rank.
+        everywhere: all ranks raised the same, so no rank is left in a collective.
+    """
 
     def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
@@ -170,7 +181,8 @@ class Pool:
                     kind, value = "error", ("EOFError", "the worker process ended", "")
                     self.processes[rank].join(timeout=60)  # its exit code comes a moment later
                 if kind == "error":
-                    # One that ended is the cause of what others raised, whoever is heard first.
+                    # An ended rank is the cause of the exceptions of the other ranks, in any order
+                    # of arrival.
                     if failure is None or (value[0] == "EOFError" != failure.kind):
                         failure = WorkerError(rank, *value)
                     errors.append(value[:2])
@@ -190,8 +202,9 @@ class Pool:
         return [results[rank] for rank in range(len(self.connections))]
 
     def native_fault(self) -> str:
-        """What a worker said that was ended by a fault in native code: SIGSEGV, or SIGABRT from glibc, which found its heap
-        damaged. Empty if none was."""
+        """Return the output of a worker that was ended by a fault in native code: SIGSEGV, or
+        SIGABRT from glibc, which found its heap damaged. Empty for other ends.
+        """
         said = []
         for rank, process in enumerate(self.processes):
             if process.exitcode in (-signal.SIGSEGV, -signal.SIGABRT):
@@ -213,14 +226,19 @@ class Pool:
 
 
 class Pools:
-    """One pool per world size, started when first asked for. When a test kills a rank or fails on some, that pool alone starts afresh:
-    its ranks are forked from a server that has everything imported, in a few tenths of a second."""
+    """One pool per world size, started when first requested. When a test kills a rank or fails on
+    some ranks, only that pool restarts: its ranks are forked from a server that has everything
+    imported, in a few tenths of a second.
+    """
 
-    # What the server imports before the first rank is forked.
+    # Imports of the server before the first rank is forked.
     preload: ClassVar[list[str]] = [
-        "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
         "parallel2d.training.assemble",
-    ]  # fmt: skip
+    ]
 
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
@@ -249,7 +267,7 @@ class Pools:
 
 @contextlib.contextmanager
 def logged(name: str, level: int = logging.INFO) -> Iterator[list[str]]:
-    """What the logger ``name`` says inside, from ``level`` on."""
+    """Return the lines of the logger ``name`` inside the context, from ``level`` on."""
     said: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

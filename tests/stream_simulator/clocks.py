@@ -109,8 +109,9 @@ class FreedBlock:
 class EarlyFree:
     """Releases at one place of memory that another stream may still use.
 
-    They are correct if the stream of the memory waits for this use before its next allocation. FSDP2's reduce-scatter
-    stream waits for the default stream before each allocation. Only the end of the run shows whether this holds.
+    They are correct if the stream of the memory waits for this use before its next allocation.
+    FSDP2's reduce-scatter stream waits for the default stream before each allocation. Only the end
+    of the run shows whether this holds.
     """
 
     owner: Actor

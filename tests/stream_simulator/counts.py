@@ -17,7 +17,8 @@ class Counts(NamedTuple):
     host_waits: int
     # Waits at places where operators were outstanding
     costly_waits: int
-    # Such waits between the last forward and the optimizer: the device is idle until the host has issued the update
+    # Such waits between the last forward and the optimizer: the device is idle until the host has
+    # issued the update
     waits_before_update: int
 
 

@@ -1,8 +1,8 @@
 """Replacements in torch that report CUDA devices, with a `Simulator` behind them.
 
-A tensor on the simulated device is a CPU tensor with a mark (`clocks.Block`) on its storage. `patch` replaces the functions
-that make, move and locate tensors, torch.cuda and torch.accelerator, and the methods of process groups: gloo carries the
-values.
+A tensor on the simulated device is a CPU tensor with a mark (`clocks.Block`) on its storage.
+`patch` replaces the functions that make, move and locate tensors, torch.cuda and
+torch.accelerator, and the methods of process groups: gloo carries the values.
 """
 
 from __future__ import annotations
@@ -179,8 +179,14 @@ _FACTORIES = (
     "randint", "randperm", "scalar_tensor", "tril_indices", "triu_indices", "tensor",
 )  # fmt: skip
 _FACTORIES_LIKE = (
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"
-)  # fmt: skip
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+)
 _FACTORY_METHODS = (
     "new_empty",
     "new_zeros",
@@ -279,15 +285,30 @@ def _patch_cuda() -> None:
 # The methods of process groups: the positions of the written and of the read arguments
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "reduce", "broadcast")
 _OUT_OF_PLACE = (
-    "allgather", "_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base",
-    "all_to_all_single", "gather", "scatter",
-)  # fmt: skip
+    "allgather",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+)
 _COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    **dict.fromkeys(_IN_PLACE, ((0,), (0,))), **dict.fromkeys(_OUT_OF_PLACE, ((0,), (1,))),
-    "send": ((), (0,)), "recv": ((0,), ()), "recv_anysource": ((0,), ()),
-}  # fmt: skip
+    **dict.fromkeys(_IN_PLACE, ((0,), (0,))),
+    **dict.fromkeys(_OUT_OF_PLACE, ((0,), (1,))),
+    "send": ((), (0,)),
+    "recv": ((0,), ()),
+    "recv_anysource": ((0,), ()),
+}
 
 
 def _collective(name: str) -> Callable[..., Any]:

@@ -68,7 +68,8 @@ def _without(
 
 
 def _all_reduce_does_not_wait_for_reduce_scatter() -> None:
-    # With two axes `foreach_reduce` waits for a stream twice: for the copies, and then for the reduce-scatter.
+    # With two axes `foreach_reduce` waits for a stream twice: for the copies, and then for the
+    # reduce-scatter.
     lines: list[int] = []
 
     def is_second(frame: FrameType) -> bool:

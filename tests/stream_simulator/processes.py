@@ -28,10 +28,11 @@ class RankError(AssertionError):
 def run(
     size: int, function: Callable[..., Any], *args: Any, dropped: Iterable[Site] = ()
 ) -> Result:
-    """Call ``function(simulator, *args)`` on every rank, without the stream operations ``dropped``.
+    """Call ``function(simulator, *args)`` on every rank, without the stream operations
+    ``dropped``.
 
-    The processes are forked from a server that has torch and the package imported, and end after the call: the
-    replaced functions of torch live no longer than one run.
+    The processes are forked from a server that has torch and the package imported, and end after
+    the call: the replaced functions of torch live no longer than one run.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(Pools.preload)
@@ -87,9 +88,14 @@ def _run_rank(
     dropped: frozenset[Site],
 ) -> None:
     os.environ.update(
-        OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="localhost", MASTER_PORT="1",
-    )  # fmt: skip
+        OMP_NUM_THREADS="1",
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+    )
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     try:
         connection.send(_call(rank, size, folder, function, args, dropped))

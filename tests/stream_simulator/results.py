@@ -120,5 +120,7 @@ class Result:
         return found
 
     def exposed(self) -> int:
-        """The waits of the default stream and of FSDP2's streams for collectives of the package, on all ranks."""
+        """The waits of the default stream and of FSDP2's streams for collectives of the package,
+        on all ranks.
+        """
         return sum(sum(rank.exposed.values()) for rank in self.ranks)

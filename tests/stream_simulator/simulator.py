@@ -1,4 +1,6 @@
-"""One simulated device and its host process: accesses of memory, kernels, collectives and waits of the host."""
+"""One simulated device and its host process: accesses of memory, kernels, collectives and waits of
+the host.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,33 @@ _device = torch._C.TensorBase.device.__get__  # before it is replaced
 
 # CUDA makes the host wait in these: the result is a number, or its size depends on values.
 _WAITING_OPERATORS = {
-    "aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.nonzero", "aten.masked_select", "aten.bincount",
-    "aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.repeat_interleave.Tensor",
+    "aten._local_scalar_dense",
+    "aten.equal",
+    "aten.is_nonzero",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.bincount",
+    "aten._unique",
+    "aten._unique2",
+    "aten.unique_dim",
+    "aten.unique_consecutive",
+    "aten.repeat_interleave.Tensor",
     "aten._linalg_check_errors",
-}  # fmt: skip
+}
 _NO_KERNEL = {
-    "aten.empty", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided", "aten.empty_like", "aten.set_",
-    "aten.resize_", "aten.lift_fresh", "aten.detach", "aten.detach_", "aten.alias", "aten.is_pinned",
-}  # fmt: skip
+    "aten.empty",
+    "aten.empty_strided",
+    "aten.new_empty",
+    "aten.new_empty_strided",
+    "aten.empty_like",
+    "aten.set_",
+    "aten.resize_",
+    "aten.lift_fresh",
+    "aten.detach",
+    "aten.detach_",
+    "aten.alias",
+    "aten.is_pinned",
+}
 _COPIES = ("aten.copy_", "aten._to_copy")
 _INDEXING = ("aten.index", "aten.index_put_", "aten._index_put_impl_")
 _IGNORED_NAMESPACES = ("c10d", "prim", "prims", "profiler", "_c10d_functional_autograd")
@@ -75,7 +96,8 @@ class Simulator:
         self.outstanding: dict[tuple[int, str, str, str], int] = {}
         # By step, source, file and operator
         self.kernels: Counter[tuple[int, str, str, str]] = Counter()
-        # By step and place: collectives of the package that a stream of others (the default stream, FSDP2) waits for
+        # By step and place: collectives of the package that a stream of others (the default
+        # stream, FSDP2) waits for
         self.exposed: Counter[tuple[int, str]] = Counter()
         # The sources of kernels, and the waits of the host with outstanding operators, in order, by step
         self.sequence: list[tuple[int, str]] = []
@@ -147,7 +169,8 @@ class Simulator:
         stream = self.current()
         block = Block(kind, stream, caller().place, pinned)
         if kind == DEVICE:
-            # The stream may have used the memory until now, so the allocation counts as a write of this stream.
+            # The stream may have used the memory until now, so the allocation counts as a write of
+            # this stream.
             whole = Access(0, sys.maxsize, True, stream, "allocation", block.where)
             block.accesses.append(whole)
             known = joined(stream.seen, self.host.seen)
@@ -394,8 +417,8 @@ class Simulator:
     ) -> Clock:
         """Note a collective of NCCL; return the clock of its completion.
 
-        An asynchronous one runs in a stream of its process group, after the work of the current stream so far.
-        A synchronous one runs in the current stream (since torch 2.8).
+        An asynchronous one runs in a stream of its process group, after the work of the current
+        stream so far. A synchronous one runs in the current stream (since torch 2.8).
         """
         actor, by = self.current(), caller()
         if asynchronous:
@@ -508,7 +531,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A wrapper (DTensor) calls operators of its inner tensors, which arrive here. Fake tensors have no memory.
+        # A wrapper (DTensor) calls operators of its inner tensors, which arrive here. Fake tensors
+        # have no memory.
         is_fake = any(issubclass(each, FakeTensor) for each in types)
         if not is_fake and any(each not in PLAIN for each in types):
             return NotImplemented

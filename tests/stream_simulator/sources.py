@@ -9,12 +9,18 @@ import sysconfig
 from typing import NamedTuple
 
 PROJECT, MODEL, FSDP2, OPTIMIZER, AUTOGRAD, SCRIPT = (
-    "project", "model", "fsdp2", "optimizer", "autograd", "script"
-)  # fmt: skip
+    "project",
+    "model",
+    "fsdp2",
+    "optimizer",
+    "autograd",
+    "script",
+)
 _STANDARD_LIBRARY, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 _SIMULATOR = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# The source of a file by the start of its path below `sys.path`; the first row that fits. An operation of a file
-# without a source belongs to the caller: these files only pass operations on, or measure them.
+# The source of a file by the start of its path below `sys.path`; the first row that fits. An
+# operation of a file without a source belongs to the caller: these files only pass operations on,
+# or measure them.
 _SOURCES = (
     ("parallel2d/models/", MODEL),
     ("parallel2d/base/", None),

@@ -1,7 +1,9 @@
-"""The places where the package orders streams, and mutations that drop the operations of one place.
+"""The places where the package orders streams, and mutations that drop the operations of one
+place.
 
-A place is named by its operation, such as ``wait_stream``, and the two innermost lines of the package outside of
-``parallel2d/base``, which only passes operations on to torch: each caller of a shared function is a place.
+A place is named by its operation, such as ``wait_stream``, and the two innermost lines of the
+package outside of ``parallel2d/base``, which only passes operations on to torch: each caller of a
+shared function is a place.
 """
 
 from __future__ import annotations

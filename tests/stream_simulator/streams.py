@@ -1,9 +1,10 @@
 """Streams, events and works of NCCL, as the program sees them.
 
-Streams and events behave as in torch (torch/csrc/Stream.cpp, torch/csrc/cuda/Event.cpp). A `torch.cuda.Event` is
-a `torch.Event` that holds a second event. Its own methods use the second one and accept streams of both classes. The
-methods of `torch.Stream` use the first one for every class of argument, and `torch.cuda.Event` never
-records it: such a wait has no effect. The methods of `torch.cuda.Stream` call methods of the event.
+Streams and events behave as in torch (torch/csrc/Stream.cpp, torch/csrc/cuda/Event.cpp). A
+`torch.cuda.Event` is a `torch.Event` that holds a second event. Its own methods use the second one
+and accept streams of both classes. The methods of `torch.Stream` use the first one for every class
+of argument, and `torch.cuda.Event` never records it: such a wait has no effect. The methods of
+`torch.cuda.Stream` call methods of the event.
 """
 
 from __future__ import annotations

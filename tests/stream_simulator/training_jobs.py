@@ -1,4 +1,6 @@
-"""Jobs of the train command on simulated devices: a small llama with two layers, five steps, and a checkpoint."""
+"""Jobs of the train command on simulated devices: a small llama with two layers, five steps, and a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,21 @@ COUNTED = (
     3  # the step with counted kernels and waits: the optimizer has its state, and nothing is saved
 )
 SMALL = (
-    "data=text", "data.path=corpus.txt", "data.cache_dir=cache", "train.seq_len=32", "train.global_batch_size=8",
-    f"train.steps={STEPS}", "model.n_layers=2", "model.dim=64", "model.hidden_dim=96", "train.validate_every=0",
-    "checkpoint.every=4", "precision=fp32", "metrics.console=silent", "metrics.tensorboard=false",
-)  # fmt: skip
+    "data=text",
+    "data.path=corpus.txt",
+    "data.cache_dir=cache",
+    "train.seq_len=32",
+    "train.global_batch_size=8",
+    f"train.steps={STEPS}",
+    "model.n_layers=2",
+    "model.dim=64",
+    "model.hidden_dim=96",
+    "train.validate_every=0",
+    "checkpoint.every=4",
+    "precision=fp32",
+    "metrics.console=silent",
+    "metrics.tensorboard=false",
+)
 # The gradients of this small model fill several buckets.
 BUCKETS = "sync.bucket_mib=0.15"
 
@@ -120,7 +133,7 @@ LAYOUTS = {
     ),
     "in-memory checkpoints": HYBRID.with_overrides("checkpoint.memory_every=1"),
     "synchronous checkpoints": HYBRID.with_overrides("checkpoint.asynchronous=false"),
-}  # fmt: skip
+}
 
 
 def prepare(job: Job, folder: str) -> tuple[Job, Runtime]:

@@ -22,13 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKED = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs",
-    "examples",
-    "tools",
-)  # add a root as soon as it passes
+# Add a root as soon as it passes; matches are counted over all roots together.
+CHECKED = ("README.md", "CONTRIBUTING.md", "docs", "examples", "models", "tools")
 
 RULES = {
     "what-clause: use a noun": (r"\bwhat(?:ever)?\b", 1.0),

@@ -164,25 +164,30 @@ class CollectiveOrder:
             ConfigError: another rank does something else.
             TimeoutError: ranks are late.
         """
+        meet_in([self], point)
+
+    def enter_point(self, point: str) -> None:
+        """Enter ``point``, without waiting for other ranks. Raises `ConfigError` like `enter`."""
         self.enter(0, _POINTS.index(point), END)
+
+    def late_ranks(self) -> list[int]:
+        """Return the ranks that have not come to this rank's position. Raises `ConfigError` if a
+        rank has found a difference."""
         if not self.shares_memory:
-            return
-        deadline = time.monotonic() + seconds_to_wait()
-        while True:
-            issued = self._row(_ISSUED)
-            # Read after the positions: a rank that has left a mark may have joined others since.
-            if self._error in self._row(_MARK):
-                raise ConfigError(self._join_others())
-            if min(issued) >= self._issued:
-                return
-            if time.monotonic() > deadline:
-                arrived = zip(self._ranks, issued, strict=True)
-                late = [rank for rank, position in arrived if position < self._issued]
-                raise TimeoutError(
-                    f"rank {self._ranks[self._own]} {point}, and ranks {late} of the same shard "
-                    f"group have not come to this point within {seconds_to_wait():g} s"
-                )
-            time.sleep(_POLL_S)
+            return []
+        issued = self._row(_ISSUED)
+        # Read after the positions: a rank that has left a mark may have joined others since.
+        if self._error in self._row(_MARK):
+            raise ConfigError(self._join_others())
+        arrived = zip(self._ranks, issued, strict=True)
+        return [rank for rank, position in arrived if position < self._issued]
+
+    def withdraw_point(self) -> None:
+        """Undo `enter_point`, unless all ranks have come to the point."""
+        if self.shares_memory and min(self._row(_ISSUED)) < self._issued:
+            self._issued -= 1
+            self._write(_ISSUED, self._issued)
+            self._write(_ENTRIES + self._issued % RING, 0)
 
     def leave(self) -> None:
         """Enter that this rank leaves. A rank that does something else raises an error."""
@@ -304,10 +309,47 @@ class CollectiveOrder:
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
 
 
+def meet_in(orders: Sequence[CollectiveOrder], point: str) -> None:
+    """Wait until the ranks of all ``orders`` have come to ``point``, one of `_POINTS`.
+
+    This rank enters the point in each order before it waits in any. Otherwise it could wait in one
+    order for a rank that waits for it in a collective of another order, where no entry of this rank
+    would show the difference.
+
+    Raises:
+        ConfigError: another rank does something else.
+        TimeoutError: ranks are late.
+    """
+    deadline = time.monotonic() + seconds_to_wait()
+    entered: list[CollectiveOrder] = []
+    while orders:
+        late: list[int] = []
+        for order in orders:
+            try:
+                if order not in entered:
+                    order.enter_point(point)
+                    entered.append(order)
+                late += order.late_ranks()
+            except ConfigError:
+                # The error has aligned the ranks of this order. In the others, ranks that come to
+                # another point next must not find an entry of this one.
+                for other in entered:
+                    if other is not order:
+                        other.withdraw_point()
+                raise
+        if not late:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"rank {dist.get_rank()} {point}, and ranks {sorted(set(late))} of the same shard "
+                f"group have not come to this point within {seconds_to_wait():g} s"
+            )
+        time.sleep(_POLL_S)
+
+
 def _meet(point: str) -> None:
     """Meet in all shard groups of this rank, before a collective that belongs to no model."""
-    for order in list(_orders.values()):
-        order.meet(point)
+    meet_in(list(_orders.values()), point)
 
 
 def _leave() -> None:
