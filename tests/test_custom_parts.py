@@ -339,7 +339,7 @@ def test_a_loss_of_ones_own_is_computed_in_fp32_in_bf16(ranks, folder):
         found = loss.value(model.bfloat16(), tokens, tokens.roll(1))
         assert found.dtype == torch.float32
         assert found.item() == pytest.approx(expected.item(), rel=2e-3)
-    words = ("model=custom", "model.target=test_own_parts:Small", "precision=bf16")
+    words = ("model=custom", "model.target=test_custom_parts:Small", "precision=bf16")
     words = (*words, "checkpoint.enabled=false")
     for compiled in (
         (),

@@ -255,7 +255,7 @@ REFUSED = {
     "values": (Misuse.values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
     "another": (Misuse.train_another, {}, r"SGD has a parameter of shape \(2, 2\) that belongs to no parallelized model"),
     "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict of its arguments"),
-    "subclass": (functools.partial(_write_into, Named), {}, "Writer changed a Named that it was given"),
+    "subclass": (functools.partial(_write_into, Named), {}, "Writer changed a Named of its arguments"),
     "defaultdict": (functools.partial(_write_into, _defaultdict), {}, "Writer was given a defaultdict"),
     "object": (functools.partial(_write_into, SimpleNamespace), {}, "Writer changed a SimpleNamespace of its arguments"),
     "same memory": (Training.step, {"prepare": _see_same_memory}, "head.weight and head.bias are two parameters in the same"),

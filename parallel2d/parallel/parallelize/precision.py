@@ -97,7 +97,10 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
         return leaf.dtype != precision.param
 
     def cast(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # A copy of containers only where it is needed
+        # A script may change the dtype of the model later, as with `nn.Module.float`.
+        if all(parameter.dtype != precision.param for parameter in model.parameters()):
+            return None
+        # Containers are copied only where it is needed.
         if not any(map(is_other, tree_leaves((args, kwargs)))):
             return None
         return tree_map(
