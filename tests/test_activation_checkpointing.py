@@ -161,8 +161,10 @@ def test_smaller_budget_saves_fewer_activations():
 
 @pytest.mark.parametrize(("config", "message"), [
     ({"activation_checkpointing": "budget"}, "budget needs compile=block with compile.backend=inductor or "),
-    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")}, "compile.backend=inductor or"),
-    ({"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["A"], policy=few_heads)}, "give one of them"),
+    ({"activation_checkpointing": "budget", "compile": CompileConfig("block", "eager")},
+        "compile.backend=inductor or"),
+    ({"activation_checkpointing": ActivationCheckpointingConfig("full", blocks=["A"], policy=few_heads)},
+        "give one of them"),
 ])  # fmt: skip
 def test_contradictions_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):

@@ -133,7 +133,10 @@ UNTIL = scripted(3, None, 4, None, 4, 2, 1, 9, 9)
 def test_early_stopping_ends_the_run_and_a_resume_trains_no_step(ranks, folder):
     words = (*STOP, "train.stop.patience=3", UNTIL)
     arguments = (str(folder), str(folder / "run"), words)
-    reason = "stopped after step 7: accuracy did not improve in 3 measurements (train.stop.patience=3), the best is 4 of step 3"
+    reason = (
+        "stopped after step 7: accuracy did not improve in 3 measurements "
+        "(train.stop.patience=3), the best is 4 of step 3"
+    )
     # Measurements are counted over a stop and a resume, which does step 5 again.
     ranks.run(2, jobs.run, str(folder), str(folder / "run"), words, 5)
     assert ranks.run(2, jobs.run_to_the_end, *arguments) == [(7, reason)] * 2

@@ -89,16 +89,19 @@ LAYOUTS = [
     ("dropout", HYBRID, {"strategy": "hybrid_full", "precision": "fp16", "sync": {"wire": "int4"}}, "sgd"),
     ("recurrent", DDP, {"strategy": "ddp"}, "adamw"),
     ("statistics", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "wire": "int4"}}, "adamw"),
-    ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "fragments": 2, "delay": 2}}, "adamw"),
+    ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "fragments": 2, "delay": 2}},
+        "adamw"),
     ("convolutions", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int8"}}, "adamw"),
     ("convolutions", ZERO, {"strategy": "zero2", "precision": "fp16", "bucketing": "layer"}, "adamw"),
     ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16"}, "sgd"),
     ("experts", HYBRID, {"strategy": "hybrid", "sync": {"wire": "int4"}}, "adamw"),
     ("recurrent", HYBRID, {"strategy": "hybrid", "precision": "bf16", "sync": {"wire": "int4"}}, "adamw"),
-    ("experts", HYBRID, {"strategy": "hybrid", "precision": "bf16_reduce_bf16", "sync": {"during_accumulation": "full"}}, "adamw"),
+    ("experts", HYBRID, {"strategy": "hybrid", "precision": "bf16_reduce_bf16",
+        "sync": {"during_accumulation": "full"}}, "adamw"),
     ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "none"}}, "muon"),
     ("transformer", HYBRID, {"strategy": "hybrid_full"}, "muon"),
-    ("dropout", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"}, "adamw"),
+    ("dropout", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"},
+        "adamw"),
 ]  # fmt: skip
 
 

@@ -284,12 +284,15 @@ ALTERED = {
     "another dtype of the same size": (tensor_as(dtype="I32"), DATA),
     "another shape of the same size": (tensor_as(shape=[4, 3]), DATA),
     "data cut short": (data_as(lambda data: data[: len(data) // 2]), DATA),
-    "a flipped bit of the header": (data_as(lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:]), DATA),
-    "a header of 99 MB that is not there": (data_as(lambda data: struct.pack("<Q", 99_000_000) + data[8:]), DATA),
+    "a flipped bit of the header": (data_as(lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:]),
+        DATA),
+    "a header of 99 MB that is not there": (data_as(lambda data: struct.pack("<Q", 99_000_000) + data[8:]),
+        DATA),
     "a zip for data": (data_as(a_zip), DATA),
     "a deeply nested header": (data_as(lambda _: _file(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)), DATA),
     "a number of a million digits": (data_as(lambda _: _file(b'{"a":' + b"9" * 1_000_000 + b"}")), DATA),
-    "more names than a model has": (data_as(lambda _: _file(json.dumps(dict.fromkeys(map(str, range(250_001)))).encode())), "more than 250000"),
+    "more names than a model has": (data_as(lambda _: _file(json.dumps(dict.fromkeys(map(str,
+        range(250_001)))).encode())), "more than 250000"),
     "twice the same name": (data_as(lambda _: _file(b"{" + EMPTY + b"," + EMPTY + b"}")), DATA),
 }  # fmt: skip
 

@@ -119,19 +119,33 @@ def pairs():
 
 
 NANO = (
-    "model=custom", "model.target=test_custom_parts:NanoGPT", "data.packing=padded", "data.path=rows.jsonl",
-)  # fmt: skip
+    "model=custom",
+    "model.target=test_custom_parts:NanoGPT",
+    "data.packing=padded",
+    "data.path=rows.jsonl",
+)
 OWN = ("model=custom", "data=custom")
 JOBS = {
     "nano": NANO,
-    "library": (*OWN, "model.target=test_custom_parts:Library", "data.target=test_custom_parts:answers"),
-    "aligned": (*NANO, "model.target=test_custom_parts:Library"),
-    "scalar": (*OWN, "model.target=test_custom_parts:Trees", "data.target=test_custom_parts:vectors"),
-    "function": (
-        *OWN, "model.target=torch.nn:Linear", "model.arguments={in_features: 6, out_features: 1}",
-        "data.target=test_custom_parts:pairs", "train.loss=test_custom_parts:mean_absolute",
+    "library": (
+        *OWN,
+        "model.target=test_custom_parts:Library",
+        "data.target=test_custom_parts:answers",
     ),
-}  # fmt: skip
+    "aligned": (*NANO, "model.target=test_custom_parts:Library"),
+    "scalar": (
+        *OWN,
+        "model.target=test_custom_parts:Trees",
+        "data.target=test_custom_parts:vectors",
+    ),
+    "function": (
+        *OWN,
+        "model.target=torch.nn:Linear",
+        "model.arguments={in_features: 6, out_features: 1}",
+        "data.target=test_custom_parts:pairs",
+        "train.loss=test_custom_parts:mean_absolute",
+    ),
+}
 LAYOUTS = {
     # One micro-batch holds the global batch, so that the loss of the model is the global mean.
     "whole": (1, ("train.micro_batch_size=16",)),
@@ -139,9 +153,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("job", [
-    job if job == "nano" else pytest.param(job, marks=pytest.mark.slow) for job in JOBS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "job", [job if job == "nano" else pytest.param(job, marks=pytest.mark.slow) for job in JOBS]
+)
 def test_custom_loss_is_the_global_mean_on_any_layout(ranks, folder, job):
     rows = [json.dumps({"text": "x" * (3 + 5 * (i % 4))}) for i in range(400)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
@@ -191,8 +205,11 @@ RULES = {
     "logits": (lambda logits, _: None, None),
     "batch": (lambda logits, _: logits.mean(0).square().mean(), "neither a sum nor a mean"),
     "nothing": (lambda logits, _: logits.sum() * 0, "not a number that shows its divisor"),
-    "micro-batch": (lambda logits, _: logits.new_tensor(len(logits)).clamp(1, 2) - logits.mean() * 0 , "train.loss_is=mean_per_micro_batch"),
-}  # fmt: skip
+    "micro-batch": (
+        lambda logits, _: logits.new_tensor(len(logits)).clamp(1, 2) - logits.mean() * 0,
+        "train.loss_is=mean_per_micro_batch",
+    ),
+}
 
 
 def tried(loss, **options):
@@ -266,9 +283,13 @@ def test_batch_fields_reach_forward_by_parameter_name():
     ]:
         assert loss_of(forward).arguments(inputs, y) == expected
     for forward, inputs, message in [
-        (lambda self, x, mask: 0, one, r"does not take a batch of data=custom, 1 tensors and \[\] by name: missing.*'mask'"),
+        (
+            lambda self, x, mask: 0,
+            one,
+            r"does not take a batch of data=custom, 1 tensors and \[\] by name: missing.*'mask'",
+        ),
         (lambda self, x: 0, {"x": one, "z": one}, "got an unexpected keyword argument 'z'"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ConfigError, match=message):
             loss_of(forward).check(SampleShape("samples", inputs, y))
     # Token data have a target for each position; a model that shifts gets each position's token.
@@ -405,11 +426,14 @@ def test_labels_next_to_targets_are_model_inputs():
         open_data(config, seed=0)
 
 
-@pytest.mark.parametrize(("built", "message"), [
-    ("builtins:dict", "a data set without samples"),
-    ("builtins:object", "TypeError: object of type 'object' has no len"),
-    ("no.such:module", "cannot be imported"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("built", "message"),
+    [
+        ("builtins:dict", "a data set without samples"),
+        ("builtins:object", "TypeError: object of type 'object' has no len"),
+        ("no.such:module", "cannot be imported"),
+    ],
+)
 def test_invalid_data_set_gives_one_message(built, message):
     with pytest.raises(ConfigError, match=message):
         open_data(DataConfig(name="custom", target=built), seed=0)

@@ -233,7 +233,7 @@ def _answers(children: list[tuple[int, int]]) -> list[Any]:
 
 def test_one_process_prepares_an_empty_cache_and_the_next_one_if_it_is_killed(tmp_path, cache):
     def killed() -> None:
-        ShardWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        ShardWriter.finish = lambda writer: os.kill(os.getpid(), signal.SIGKILL)
         text(tmp_path)
 
     log = tmp_path / "prepared"

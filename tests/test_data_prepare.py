@@ -558,10 +558,14 @@ CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 9000).
 
 @pytest.mark.extras("tokenizers")
 @pytest.mark.parametrize(("change", "message"), [
-    ({"normalizer": {"type": "Replace", "pattern": {"String": "q"}, "content": "a" * 5000}}, "5000 times longer"),
-    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}] * 3}}, "times longer"),
-    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "is not a readable|times longer"),
-    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}}, "is not a"),
+    ({"normalizer": {"type": "Replace", "pattern": {"String": "q"}, "content": "a" * 5000}},
+        "5000 times longer"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}] * 3}},
+        "times longer"),
+    ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+        "is not a readable|times longer"),
+    ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated",
+        "invert": False}}, "is not a"),
     ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}, "is not a readable"),
 ])  # fmt: skip
 def test_hostile_tokenizer_gives_one_message(tmp_path, capfd, change, message):

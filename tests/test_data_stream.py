@@ -61,7 +61,7 @@ def read_all(
 def packed_stream(
     split: TokenSplit, seq_len: int = 8, seed: int = 0, **options: object
 ) -> SampleStream:
-    return SampleStream([PackedSamples(split, seq_len, END)], Schedule([1]), seed=seed, **options)  # type: ignore[arg-type]
+    return SampleStream([PackedSamples(split, seq_len, END)], Schedule([1]), seed=seed, **options)
 
 
 def test_packing_makes_each_token_a_target_exactly_once_across_documents_and_shards(tmp_path):

@@ -55,7 +55,8 @@ TOO_WIDE = """(() => {
     if (node.scrollWidth <= node.clientWidth + 1 && node.getBoundingClientRect().right <= width + 1) continue;
     const right = child => child.getBoundingClientRect().right;
     const widest = [...article.querySelectorAll("*")].sort((a, b) => right(b) - right(a))[0];
-    return node.tagName + "." + node.className + ": " + widest.tagName + " " + widest.textContent.slice(0, 60);
+    return node.tagName + "." + node.className + ": " + widest.tagName + " " +
+        widest.textContent.slice(0, 60);
   }
   return "";
 })()"""

@@ -249,7 +249,10 @@ def test_image_folder_example_has_equal_losses_on_two_layouts(ranks, tmp_path, m
             pixels = draw.integers(0, 128, (10, 12, 3)) + np.array([number & 1, number & 2, 0]) * 60
             where = tmp_path / "pictures" / name / ("more" if index % 3 else "") / f"{index}.png"
             Image.fromarray(pixels.astype(np.uint8)).save(where)
-    sizes = "num_labels: 3, num_attention_heads: 2, num_hidden_layers: 2, hidden_size: 16, intermediate_size: 24"
+    sizes = (
+        "num_labels: 3, num_attention_heads: 2, num_hidden_layers: 2, hidden_size: 16, "
+        "intermediate_size: 24"
+    )
     models = {
         "vit": [
             "model=hf",

@@ -18,8 +18,10 @@ from parallel2d.parallel.weights.states import TensorEntry
 from parallel2d.training.checkpoint.manifest import StoredFile
 
 VALUES = (
-    None, True, 0, -(2**70), 1.5, float("-inf"), "", "ü\n", b"\0\xff", [], [1, [2]], (), (1, ("a", b"b")), {}, {1: {2: 3}, "a": (None,)},
-    {(1, "x"): [b"y"]}, set(), {1, "b"}, torch.Size([2, 3]), torch.float8_e4m3fn, Region((0, 1), (2, 3)), [("f", StoredFile(3, "00"))],
+    None, True, 0, -(2**70), 1.5, float("-inf"), "", "ü\n", b"\0\xff", [], [1, [2]], (), (1, ("a", b"b")),
+    {}, {1: {2: 3}, "a": (None,)},
+    {(1, "x"): [b"y"]}, set(), {1, "b"}, torch.Size([2, 3]), torch.float8_e4m3fn, Region((0, 1), (2, 3)),
+    [("f", StoredFile(3, "00"))],
     TensorEntry(torch.Size([1, 2]), torch.bfloat16), {"dict": 1}, {"tuple": [1]},
 )  # fmt: skip
 

@@ -409,5 +409,6 @@ def test_many_faults_at_random_moments(tmp_path):
     random.Random(seed).shuffle(faults)
     for kind, seconds in run(tmp_path, faults, seed, LONG).items():
         print(
-            f"{kind:16} {len(seconds):3} times, {statistics.median(seconds):5.1f} s median, {max(seconds):5.1f} s at most"
+            f"{kind:16} {len(seconds):3} times, {statistics.median(seconds):5.1f} s median, "
+            f"{max(seconds):5.1f} s at most"
         )

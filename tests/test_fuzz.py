@@ -36,8 +36,10 @@ MANY = int(os.environ.get("PARALLEL2D_MUTATIONS", "1700"))
 REPORTS = (markdown,)
 LONGEST_S, MOST_BYTES = 2.0, 200 * 2**20
 ODD = (
-    None, True, False, 0, -1, -64, 1, 2**31, 2**53, 2**62, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0, 1e-320, 1e308, float("nan"),
-    float("inf"), float("-inf"), "", "nan", "0", "../../x", "/etc/passwd", "\x1b[31mred", "a" * 100_000, "\ud800", [], {}, [[]], [None],
+    None, True, False, 0, -1, -64, 1, 2**31, 2**53, 2**62, 2**63, 2**64, 10**30, -(2**63), 0.5, -0.0,
+    1e-320, 1e308, float("nan"),
+    float("inf"), float("-inf"), "", "nan", "0", "../../x", "/etc/passwd", "\x1b[31mred", "a" * 100_000,
+    "\ud800", [], {}, [[]], [None],
     {"": ""}, [1] * 10_000, {"__class__": "os"},
 )  # fmt: skip
 PIECES = (

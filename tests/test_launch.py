@@ -241,7 +241,8 @@ def test_broken_job_is_restarted_a_bounded_number_of_times(tmp_path):
     """Its exception is shown once, with the logs of the other ranks."""
     (tmp_path / "broken.py").write_text(
         "import torch\nclass Broken(torch.nn.Linear):\n    def forward(self, x):\n"
-        "        if torch.distributed.get_rank() == 1 and not x.is_meta: raise ValueError('this model is broken')\n"
+        "        if torch.distributed.get_rank() == 1 and not x.is_meta: raise ValueError('this "
+        "model is broken')\n"
         "        return torch.nn.functional.one_hot(x, 320).to(self.weight) @ self.weight\n"
         "def build():\n    return Broken(320, 320, bias=False)\n"
     )

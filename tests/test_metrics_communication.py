@@ -147,16 +147,19 @@ SELDOM = {
     "tensor": ({"tensor": 2}, {"strategy": "zero3"}, 2),
     "hybrid": ({}, {"strategy": "hybrid"}, 2),
     "context": ({"replicate": 2, "context": 2}, {"strategy": "hybrid", "precision": "bf16"}, 2),
-    "context_tensor": ({"context": 2, "tensor": 2}, {"strategy": "zero3", "activation_checkpointing": "full"}, 2),
+    "context_tensor": ({"context": 2, "tensor": 2},
+        {"strategy": "zero3", "activation_checkpointing": "full"}, 2),
     # groups of several modules
     "size": ({}, {"strategy": "zero3", "bucketing": BucketingConfig("size", 0.3)}, 2),
     # Otherwise recomputation would all-gather in its forwards after backward has freed the
     # parameters.
-    "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full", "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
+    "prefetch": ({}, {"strategy": "hybrid", "bucketing": "layer", "activation_checkpointing": "full",
+        "prefetch": PrefetchConfig(2, 2)}, 2, "full"),
     "ddp": ({}, {"strategy": "ddp"}, 1),
     "split_bf16": ({}, {"strategy": "hybrid_full", "sync": SyncConfig(wire="bf16")}, 2),
     "wire_int8": ({}, {"strategy": "hybrid", "sync": SyncConfig(wire="int8")}, 2),
-    "four_replicas_int4": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int4", warmup=0)}, 1),
+    "four_replicas_int4": ({}, {"strategy": "ddp", "bucketing": WHOLE,
+        "sync": SyncConfig(wire="int4", warmup=0)}, 1),
     "four_replicas_int8": ({}, {"strategy": "ddp", "bucketing": WHOLE, "sync": SyncConfig(wire="int8")}, 1),
 }  # fmt: skip
 

@@ -18,12 +18,14 @@ from parallel2d.training.metrics.writer import BETWEEN_REPLICAS, COMPARED, LAYOU
 DEEP = """
 const deep = (node, wanted, found = []) => {
   if (node.matches && node.matches(wanted)) found.push(node);
-  for (const child of [...(node.shadowRoot ? [node.shadowRoot] : []), ...(node.childNodes || [])]) deep(child, wanted, found);
+  for (const child of [...(node.shadowRoot ? [node.shadowRoot] : []), ...(node.childNodes || [])])
+    deep(child, wanted, found);
   return found;
 };
 const text = node => node.nodeType === 3 ? node.data
   : [...(node.shadowRoot ? node.shadowRoot.childNodes : []), ...node.childNodes]
-      .filter(n => !['STYLE', 'SCRIPT', 'TEMPLATE'].includes(n.tagName)).map(text).join(' ').replace(/\\s+/g, ' ').trim();
+      .filter(n => !['STYLE', 'SCRIPT', 'TEMPLATE'].includes(n.tagName)).map(text).join(' ')
+      .replace(/\\s+/g, ' ').trim();
 """
 # [title, colours of the lines drawn] of each panel
 PANELS = f"""(() => {{ {DEEP}

@@ -6,7 +6,10 @@ import torch
 
 from parallel2d.training.metrics.out_of_memory import out_of_memory_named, save_snapshot
 
-CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB "
+    "of which 1.20 GiB is free."
+)
 
 
 def notes_of(tmp_path, fail):

@@ -230,10 +230,13 @@ def test_the_flops_of_a_model_that_refuses_meta_tensors_are_counted():
 
 ROW = {
     "loss": 3.0, "grad_norm": 1.0, "validation/loss": 3.1, "tokens": 100, "throughput/tokens_per_s": 50.0,
-    "throughput/tokens_per_s_per_rank": 25.0, "throughput/model_tflops_per_rank": 0.1, "goodput/fraction": 0.5,
-    "goodput/lost_data_s": 1.0, "memory/peak_rss_gib": 1.0, "rank/skew": 1.0, "time/step_s": 2.0, "time/data_s": 0.0,
+    "throughput/tokens_per_s_per_rank": 25.0, "throughput/model_tflops_per_rank": 0.1,
+    "goodput/fraction": 0.5,
+    "goodput/lost_data_s": 1.0, "memory/peak_rss_gib": 1.0, "rank/skew": 1.0, "time/step_s": 2.0,
+    "time/data_s": 0.0,
     "time/forward_backward_s": 1.5, "time/sync_s": 0.3, "time/optimizer_s": 0.2,
-    "learning_rate": 0.1, "throughput/mfu": 0.4, "comm/between_hosts/bytes": 8.0, "memory/peak_gib": 1.0, "replicas/present": 2,
+    "learning_rate": 0.1, "throughput/mfu": 0.4, "comm/between_hosts/bytes": 8.0, "memory/peak_gib": 1.0,
+    "replicas/present": 2,
     **dict.fromkeys(COMMUNICATION_KEYS, 10.0),
 }  # fmt: skip
 

@@ -178,18 +178,26 @@ def _tied_split_apart(plan):
 
 SPLIT = "0.weight and 2.weight are one parameter, and the plan makes "
 REFUSED = {
-    "an optimizer before sharding": (2, _optimizer_first, True, "SGD was built before parallelize.*build it after"),
-    "torch versions": (2, _other_torch, None, r"different torch versions \(.*torch 2.99.0\).*install the same one"),
-    "a global rank": (4, _feed, "global", "share one tensor axis and were fed different data.*data_coordinate"),
+    "an optimizer before sharding": (2, _optimizer_first, True,
+        "SGD was built before parallelize.*build it after"),
+    "torch versions": (2, _other_torch, None,
+        r"different torch versions \(.*torch 2.99.0\).*install the same one"),
+    "a global rank": (4, _feed, "global",
+        "share one tensor axis and were fed different data.*data_coordinate"),
     "a tie of fp32": (2, _tied_apart, None, "precision.fp32_modules: 0 is tied to"),
     "a split tie": (2, _tied_split_apart, None, rf"{SPLIT}0.weight whole, 2.weight as S\(0\)"),
-    "a split embedding": (2, _tied_split_apart, {"0": "rowwise"}, rf"{SPLIT}0.weight as S\(0\), 2.weight whole"),
-    "words": (2, _tied_split_apart, {"0": "replicate", "2": "colwise"}, rf"{SPLIT}0.weight whole, 2.weight as S\(0\)"),
+    "a split embedding": (2, _tied_split_apart, {"0": "rowwise"},
+        rf"{SPLIT}0.weight as S\(0\), 2.weight whole"),
+    "words": (2, _tied_split_apart, {"0": "replicate", "2": "colwise"},
+        rf"{SPLIT}0.weight whole, 2.weight as S\(0\)"),
     "a copy of a plain model": (2, _copied, "plain", "_Norm did not come from parallel2d.parallelize"),
-    "a copy of a lock": (2, _copied, "lock", "deepcopy: _Norm cannot be copied: cannot pickle '_thread.lock'"),
-    "a copy of a block": (2, _copied, "block", "deepcopy: 1 is a module of a sharded model: copy the whole model"),
+    "a copy of a lock": (2, _copied, "lock",
+        "deepcopy: _Norm cannot be copied: cannot pickle '_thread.lock'"),
+    "a copy of a block": (2, _copied, "block",
+        "deepcopy: 1 is a module of a sharded model: copy the whole model"),
     "a copy of what came late": (2, _copied, "late", "deepcopy: table changed after parallelize"),
-    "an average in 16 bits": (2, _copied, "narrow", r"update\(0.9\) needs a decay in .0, 1. and precision.storage=fp32"),
+    "an average in 16 bits": (2, _copied, "narrow",
+        r"update\(0.9\) needs a decay in .0, 1. and precision.storage=fp32"),
 }  # fmt: skip
 
 
@@ -212,7 +220,7 @@ def test_unequal_statistics_and_pickled_shards_give_warnings(ranks):
 
 def _wrong_arguments():
     mesh = build_mesh(MeshSpec(), "hybrid")
-    by_class = ParallelConfig(bucketing=BucketingConfig("block", blocks=[nn.Linear]))  # type: ignore[list-item]
+    by_class = ParallelConfig(bucketing=BucketingConfig("block", blocks=[nn.Linear]))
     sharded = parallelize(nn.Linear(4, 4), mesh, broadcast_from=0)
     told = []
     for arguments in ((nn.Linear(4, 4), None), (nn.Linear(4, 4), mesh, "zero3"), (sharded, mesh)):

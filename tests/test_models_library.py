@@ -46,11 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {**GROUPED, "num_local_experts": 4, "experts_implementation": "eager"},
     "olmoe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     "phi3": {**GROUPED, "bos_token_id": 1, "eos_token_id": 2},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "bos_token_id": 0, "eos_token_id": 0},
     "bert": {**HEADS, "vocab_size": 31, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "vit": {**HEADS, "image_size": 8, "patch_size": 4, "num_labels": 5},
-    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 31, "dropout_rate": 0.0},
+    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 31,
+        "dropout_rate": 0.0},
 }  # fmt: skip
 BATCH, STEPS = 8, 3
 
@@ -301,11 +303,15 @@ def test_a_new_head_is_drawn_and_a_missing_layer_is_an_error(tmp_path):
 @pytest.mark.parametrize(("given", "message"), [
     ({"architecture": "lama"}, "has no architecture 'lama'; near: ['llama"),
     ({"architecture": "llama", "arguments": {"hidden": 3}}, "LlamaConfig has no hidden; it has"),
-    ({"architecture": "gpt2", "head": "seq2seq_lm"}, "gpt2 has no seq2seq_lm model in transformers; it has causal_lm"),
+    ({"architecture": "gpt2", "head": "seq2seq_lm"},
+        "gpt2 has no seq2seq_lm model in transformers; it has causal_lm"),
     ({"path": "/nowhere"}, "/nowhere holds no config.json"),
-    ({"architecture": "llama", "arguments": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000 is more than 10,000 layers"),
-    ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}}, "num_decoder_layers=1000000000 is more than 10,000 layers"),
-    ({"architecture": "t5", "head": "base"}, "T5Model is not a sequence-to-sequence language model; set model.head=seq2seq_lm"),
+    ({"architecture": "llama", "arguments": {"num_hidden_layers": 10**9}},
+        "num_hidden_layers=1000000000 is more than 10,000 layers"),
+    ({"architecture": "t5", "arguments": {"num_decoder_layers": 10**9}},
+        "num_decoder_layers=1000000000 is more than 10,000 layers"),
+    ({"architecture": "t5", "head": "base"},
+        "T5Model is not a sequence-to-sequence language model; set model.head=seq2seq_lm"),
 ])  # fmt: skip
 def test_invalid_library_model_gives_one_clear_error(given, message):
     with pytest.raises(ConfigError) as error:

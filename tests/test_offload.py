@@ -42,7 +42,10 @@ from parallel2d.train import main
         ),
         (
             "precision.float8=rowwise",
-            "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, and this runs on cpu",
+            (
+                "precision.float8=rowwise needs an NVIDIA GPU of compute capability 8.9 or higher, "
+                "and this runs on cpu"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Scripts that write to, swap or misuse parameters of a parallelized model are right, or refused by name on every rank."""
+"""Scripts that write to, swap or misuse parameters of a parallelized model are right, or refused
+by name on every rank.
+"""
 
 import functools
 import re
@@ -239,7 +241,8 @@ REFUSED = {
     "a row": (Training.step, {"act": _fill_a_row}, f"blocks.[01].up.weight {WRITTEN}"),
     "frozen": (Training.step, {"act": _move_frozen}, f"blocks.0.frozen {WRITTEN}"),
     "stash": (Training.step, {"act": _stash}, "blocks.[01].kept keeps the unsharded blocks.[01].up.weight"),
-    "stash a parameter": (Training.evaluate, {"act": _stash_itself}, "blocks.[01].last keeps the unsharded blocks.[01].up.bias"),
+    "stash a parameter": (Training.evaluate, {"act": _stash_itself},
+        "blocks.[01].last keeps the unsharded blocks.[01].up.bias"),
     "data": (Misuse.set_data, {}, r".*\.data was set to another tensor"),
     "functional_call": (Misuse.call_with_others, {}, MISPLACED),
     "no bias": (Misuse.drop_bias, {}, f"head.bias {MISPLACED}"),
@@ -253,22 +256,28 @@ REFUSED = {
     "rows": (Misuse.assign_rows, {}, r"__setitem__\(\) cannot be computed on a DTensor: .*apply_full"),
     "random": (Misuse.draw, {}, r"uniform_\(\) would draw the same values for all shards of a DTensor"),
     "values": (Misuse.values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
-    "another": (Misuse.train_another, {}, r"SGD has a parameter of shape \(2, 2\) that belongs to no parallelized model"),
+    "another": (Misuse.train_another, {},
+        r"SGD has a parameter of shape \(2, 2\) that belongs to no parallelized model"),
     "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict of its arguments"),
     "subclass": (functools.partial(_write_into, Named), {}, "Writer changed a Named of its arguments"),
     "defaultdict": (functools.partial(_write_into, _defaultdict), {}, "Writer was given a defaultdict"),
-    "object": (functools.partial(_write_into, SimpleNamespace), {}, "Writer changed a SimpleNamespace of its arguments"),
-    "same memory": (Training.step, {"prepare": _see_same_memory}, "head.weight and head.bias are two parameters in the same"),
+    "object": (functools.partial(_write_into, SimpleNamespace), {},
+        "Writer changed a SimpleNamespace of its arguments"),
+    "same memory": (Training.step, {"prepare": _see_same_memory},
+        "head.weight and head.bias are two parameters in the same"),
     "hidden": (Training.step, {"prepare": _hide}, r"Stack.named_parameters\(\) omits head.weight"),
     "grad": (Misuse.grad, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
     "grad of gathered": (Misuse.grad_of_gathered, {}, r"torch.autograd.grad\(\) with inputs=blocks.0"),
     "backward": (Misuse.backward_to_inputs, {}, r"torch.autograd.backward\(\) with inputs=blocks.0"),
-    "update": (Misuse.update_between, {}, "parameters of .* were changed between a forward and its backward.*optimizer.step"),
+    "update": (Misuse.update_between, {},
+        "parameters of .* were changed between a forward and its backward.*optimizer.step"),
     "closure": (Training.step, {"prepare": functools.partial(_hold, "closure")}, HELD.format("project", "")),
     "partial": (Training.step, {"prepare": functools.partial(_hold, "partial")}, HELD.format("project", "")),
     "default": (Training.step, {"prepare": functools.partial(_hold, "default")}, HELD.format("project", "")),
-    "buffer": (Training.step, {"prepare": functools.partial(_hold, "buffer")}, HELD.format("view", "the memory of ")),
-    "view": (Training.step, {"prepare": functools.partial(_hold, "view")}, HELD.format("views", "the memory of ")),
+    "buffer": (Training.step, {"prepare": functools.partial(_hold, "buffer")},
+        HELD.format("view", "the memory of ")),
+    "view": (Training.step, {"prepare": functools.partial(_hold, "view")},
+        HELD.format("views", "the memory of ")),
     "two models": (Training.step, {"prepare": _share}, "head.weight is head.weight of another model"),
 }  # fmt: skip
 

@@ -69,7 +69,8 @@ def test_plan_over_the_memory_limit_names_both_numbers(capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.match(
-        r"parallel2d: does not fit: the peak-memory rank needs \d+\.\d\d of \d+\.\d\d MiB at its peak; shard over",
+        r"parallel2d: does not fit: the peak-memory rank needs \d+\.\d\d of \d+\.\d\d MiB at "
+        r"its peak; shard over",
         error,
     )
 

@@ -75,7 +75,10 @@ def test_exposed_time_of_scaling_is_inter_node_communication():
         ("mesh.shard=8", "plan.scaling: omit mesh.shard, which"),
         (
             "train.global_batch_size=17",
-            "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of samples on 1; take a multiple of 2",
+            (
+                "plan.scaling=weak: train.global_batch_size=17 on 2 nodes is not a whole number of "
+                "samples on 1; take a multiple of 2"
+            ),
         ),
         ("plan.dry_run=true", "plan.scaling=weak does not go with plan.dry_run=true"),
         pytest.param(

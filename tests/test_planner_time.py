@@ -282,7 +282,10 @@ def test_assumed_efficiency_is_reported():
         ((), "cluster.device.peak_tflops.bf16 is not known"),
         (
             ("cluster=commodity",),
-            "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give cluster.device.efficiency",
+            (
+                "the share of its peak that GeForce RTX 4090 reaches in bf16 is not known: give "
+                "cluster.device.efficiency"
+            ),
         ),
         (
             ("cluster=h100", "cluster.device.memory_gb_per_s=null"),

@@ -100,10 +100,12 @@ def test_tensor_plan_with_brackets_is_read_from_overrides():
 
 @pytest.mark.parametrize(("plan", "tensor", "message"), [
     ({"layers.*.attn.wq": "colwise"}, 2, "'layers.*.attn.wq' matches no module of Llama"),
-    ({"layers.*.attention.w[qk]": "colwise"}, 4, "mesh.tensor=4 does not divide the 2 heads of layers.0.attention.wk"),
+    ({"layers.*.attention.w[qk]": "colwise"}, 4,
+        "mesh.tensor=4 does not divide the 2 heads of layers.0.attention.wk"),
     ({"layers.*.feed_forward.w2": "rowwise"}, 5, "mesh.tensor=5 does not divide the 48 in_features"),
     ({"norm": "colwise"}, 2, "norm: colwise splits a Linear or an Embedding, not RMSNorm"),
-    ({"output": "embedding_rowwise"}, 2, "output: a Linear is split colwise or rowwise, not embedding_rowwise"),
+    ({"output": "embedding_rowwise"}, 2, ("output: a Linear is split colwise or rowwise, not "
+                                         "embedding_rowwise")),
     ({"norm": "sideways"}, 2, "norm: sideways is not one of colwise, rowwise, sequence, replicate"),
 ])  # fmt: skip
 def test_invalid_tensor_plan_is_an_error(plan, tensor, message):

@@ -69,7 +69,10 @@ def write_number(run, number):
             values = {key: number for key in COLUMNS if key != "step"}
             pairs = ", ".join(f'"{key}": {value}' for key, value in values.items())
             file.write(f'{{"step": {step}, {pairs}}}\n')
-    layout = f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": {{"comm/shard/bytes": {number}}}}}'
+    layout = (
+        f'{{"mesh": {number}, "strategy": {number}, "hosts": {number}, "predicted": '
+        f'{{"comm/shard/bytes": {number}}}}}'
+    )
     (run / "layout.json").write_text(layout)
 
 

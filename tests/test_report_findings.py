@@ -42,7 +42,10 @@ def assert_said(sentences, words):
     [
         (
             [ONE, OTHER],
-            "Losses of a, b are equal at all steps that each shares with the first: the largest difference is 2e-09.",
+            (
+                "Losses of a, b are equal at all steps that each shares with the first: the largest "
+                "difference is 2e-09."
+            ),
         ),
         ([ONE, run("c", loss=APART), OTHER], "Losses of a, b are equal"),
         ([ONE, thinned(OTHER, slice(0, 9))], "Losses of a, b are equal"),
@@ -133,7 +136,10 @@ def test_exposed_communication_is_a_finding(columns, words):
         (
             1.0,
             1.5,
-            "Rank 1 on b is slow in run: in 100% of the rows it was busy longest, 1.50 times as long as the mean",
+            (
+                "Rank 1 on b is slow in run: in 100% of the rows it was busy longest, 1.50 times as "
+                "long as the mean"
+            ),
         ),
         ([1.0, 1.0, 1.0, 1.0, 1.0, 0.0] * 4, 1.2, "Rank 1 on b is slow in run: in 83% of the rows"),
         (2.0, 1.5, "Rank 2 on an unknown host is slow"),

@@ -121,9 +121,12 @@ def test_changes_name_keys_of_every_depth():
 
 
 ROWS = [
-    {"step": 1, "segment": 1, "loss": 5.0, "tokens": 10, "goodput/wall_s": 2.0, "goodput/useful_s": 1.0, "goodput/fraction": 0.5},
-    {"step": 2, "segment": 1, "loss": 3.0, "validation/loss": 3.5, "tokens": 20, "goodput/wall_s": 4.0, "goodput/useful_s": 2.0, "goodput/fraction": 0.5},
-    {"step": 3, "segment": 2, "loss": 4.0, "validation/loss": 3.75, "tokens": 30, "goodput/wall_s": 8.0, "goodput/useful_s": 5.0, "goodput/fraction": 0.625,
+    {"step": 1, "segment": 1, "loss": 5.0, "tokens": 10, "goodput/wall_s": 2.0, "goodput/useful_s": 1.0,
+        "goodput/fraction": 0.5},
+    {"step": 2, "segment": 1, "loss": 3.0, "validation/loss": 3.5, "tokens": 20, "goodput/wall_s": 4.0,
+        "goodput/useful_s": 2.0, "goodput/fraction": 0.5},
+    {"step": 3, "segment": 2, "loss": 4.0, "validation/loss": 3.75, "tokens": 30, "goodput/wall_s": 8.0,
+        "goodput/useful_s": 5.0, "goodput/fraction": 0.625,
      "comm/shard/bytes": 4.0},
 ]  # fmt: skip
 

@@ -48,8 +48,10 @@ tasks = []
 signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
 for task in range(nodes * each):
     env = dict(
-        os.environ, SLURM_PROCID=str(task), SLURM_LOCALID=str(task % each), SLURM_NODEID=str(task // each), SLURM_STEP_ID="0",
-        SLURM_STEP_NUM_TASKS=str(nodes * each), SLURM_STEP_NUM_NODES=str(nodes), SLURM_STEP_TASKS_PER_NODE=f"{{each}}(x{{nodes}})",
+        os.environ, SLURM_PROCID=str(task), SLURM_LOCALID=str(task % each), SLURM_NODEID=str(task // each),
+        SLURM_STEP_ID="0",
+        SLURM_STEP_NUM_TASKS=str(nodes * each), SLURM_STEP_NUM_NODES=str(nodes),
+        SLURM_STEP_TASKS_PER_NODE=f"{{each}}(x{{nodes}})",
         SLURM_STEP_NODELIST=os.environ["SLURM_JOB_NODELIST"],
     )
     tasks.append(subprocess.Popen(words, env=env))

@@ -197,8 +197,10 @@ MUTATIONS = (
         SYNC,
         found=3,
         redundant=7,
-        reason="FSDP2's reduce-scatter waits for the current stream, and its last callback makes the current stream wait for "
-        "the reduce-scatter: of the waits of the communication stream only the first for the reduced gradients is needed",
+        reason="FSDP2's reduce-scatter waits for the current stream, and its last callback "
+        "makes the current stream wait for "
+        "the reduce-scatter: of the waits of the communication stream only the first for the "
+        "reduced gradients is needed",
     ),
     Mutations(
         "stream context",

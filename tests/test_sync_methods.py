@@ -560,9 +560,11 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
 
 
 @pytest.mark.parametrize(("mistake", "strategy", "sync", "message"), [
-    (_without_attaching, "hybrid_full", {}, NOT_ATTACHED), (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
+    (_without_attaching, "hybrid_full", {}, NOT_ATTACHED),
+    (_without_attaching, "ddp", {"name": "diloco"}, NOT_ATTACHED),
     (_without_attaching, "ddp", {"wire": "int4", "warmup": 0}, NOT_ATTACHED),
-    (_without_attaching, "ddp", {"wire": "int4"}, "a share of train.steps, which a custom loop does not have"),
+    (_without_attaching, "ddp", {"wire": "int4"},
+        "a share of train.steps, which a custom loop does not have"),
     (_on_full_parameters, "hybrid_full", {}, r"parallel2d\.updated_parameters\(model\)"),
     (_full_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),

@@ -143,7 +143,10 @@ def test_a_wheel_installed_elsewhere_trains_from_an_empty_folder(tmp_path):
     )
     empty.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    where = "import parallel2d, parallel2d.conf, parallel2d.models; print(parallel2d.__file__, parallel2d.models.__file__)"
+    where = (
+        "import parallel2d, parallel2d.conf, parallel2d.models; print(parallel2d.__file__, "
+        "parallel2d.models.__file__)"
+    )
     found = jobs.run_python("-c", where, cwd=empty, env=environment, check=True)
     assert found.stdout.count(str(site)) == 2
     words = [

@@ -192,7 +192,10 @@ def test_settings_that_conflict_with_epochs_are_refused_with_known_data(ranks, f
 
     steps = samples_of(folder) // 16
     cases = {
-        f"scheduler.warmup_steps={steps}": rf"warmup_steps={steps} must be below train\.steps={steps} \(train\.epochs=1 of",
+        f"scheduler.warmup_steps={steps}": (
+            rf"warmup_steps={steps} must be below "
+            rf"train\.steps={steps} \(train\.epochs=1 of"
+        ),
         "train.global_batch_size=4096": "do not fill a global batch",
     }
     for word, problem in cases.items():

@@ -121,15 +121,19 @@ def change(model, how):
 
 
 OTHER_MODELS = (
-    ("shape", {"broadcast_from": 0}, "layers.0.0.weight, trained, of shape (16, 16); not layers.0.0.bias, trained, of shape (8,); layers.0.0"),
+    ("shape", {"broadcast_from": 0}, ("layers.0.0.weight, trained, of shape (16, 16); not "
+                                     "layers.0.0.bias, trained, of shape (8,); layers.0.0")),
     ("more", {"broadcast_from": 0}, "more, trained, of shape (1,); not nothing"),
-    ("frozen", {}, "layers.1.0.weight, frozen, of shape (8, 8); not layers.1.0.weight, trained, of shape (8, 8)"),
+    ("frozen", {}, ("layers.1.0.weight, frozen, of shape (8, 8); not layers.1.0.weight, trained, "
+                   "of shape (8, 8)")),
     ("tied", {"seed": 0}, "layers.2.0.weight, trained, of shape (8, 8) tied to layers.0.0.weight; not"),
-    ("buffer", {"broadcast_from": 0}, "saved, a buffer in torch.float64 of shape (3,); not saved, a buffer in torch.float32"),
+    ("buffer", {"broadcast_from": 0}, ("saved, a buffer in torch.float64 of shape (3,); not "
+                                      "saved, a buffer in torch.float32")),
     ("sparse", {}, "saved, a buffer in torch.float32 of shape (3,) and layout torch.sparse_coo; not"),
     ("sparse, sent", {"broadcast_from": 0}, "broadcast_from=0: saved is sparse, and only dense"),
     ("order", {}, "the same in another order"),
-    ("meta", {"broadcast_from": 1}, "broadcast_from=1: that rank has no values for layers.0.0.weight, layers.0.0.bias"),
+    ("meta", {"broadcast_from": 1}, ("broadcast_from=1: that rank has no values for "
+                                    "layers.0.0.weight, layers.0.0.bias")),
     (None, {"broadcast_from": 2}, "broadcast_from=2 is not a rank: use 0 to 1"),
 )  # fmt: skip
 

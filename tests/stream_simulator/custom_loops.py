@@ -31,8 +31,8 @@ def train(simulator: Simulator, uses_all_blocks: bool) -> None:
 
     Args:
         simulator: the device.
-        uses_all_blocks: False: from the second step on, replica 1 uses its first block only, so some of its buckets
-            have no gradients.
+        uses_all_blocks: False: from the second step on, replica 1 uses its first block only, so
+            some of its buckets have no gradients.
     """
     import parallel2d as p
 

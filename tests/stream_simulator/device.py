@@ -159,7 +159,7 @@ def _patch_tensors() -> None:
         "cuda", non_blocking=non_blocking
     )
     tensor.pin_memory = _pin_memory
-    tensor.is_pinned = lambda self, device=None: bool(simulator.block_of(self).pinned)  # type: ignore[union-attr]
+    tensor.is_pinned = lambda self, device=None: bool(simulator.block_of(self).pinned)
     tensor.record_stream = streams.record_stream
     tensor._make_wrapper_subclass = staticmethod(
         lambda *args, device=None, **options: wrapper(
@@ -175,7 +175,8 @@ def _patch_tensors() -> None:
 
 
 _FACTORIES = (
-    "empty", "empty_strided", "empty_permuted", "ones", "zeros", "full", "arange", "eye", "linspace", "rand", "randn",
+    "empty", "empty_strided", "empty_permuted", "ones", "zeros", "full", "arange", "eye", "linspace",
+    "rand", "randn",
     "randint", "randperm", "scalar_tensor", "tril_indices", "triu_indices", "tensor",
 )  # fmt: skip
 _FACTORIES_LIKE = (
@@ -260,7 +261,8 @@ def _patch_cuda() -> None:
     streams_of_torch.Stream, streams_of_torch.Event = Stream, Event
     cuda.Stream, cuda.Event = CudaStream, CudaEvent
     answers: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "device_count": simulator.devices, "current_device": index,
+        "is_available": True, "is_initialized": True, "device_count": simulator.devices,
+        "current_device": index,
         "init": None, "_lazy_init": None, "set_device": None, "empty_cache": None, "manual_seed": None,
         "manual_seed_all": None, "reset_peak_memory_stats": None, "is_current_stream_capturing": False,
         "get_device_name": "simulated", "get_device_capability": (9, 0), "mem_get_info": (8 << 30, 8 << 30),

@@ -253,7 +253,8 @@ class Simulator:
         if key not in self._early_frees:
             text = (
                 f"memory of [{owner.name}] allocated at {freed.block.where}\n    is {access.verb} by "
-                f"{self._by(access)},\n    and freed at {freed.where}: its stream does not wait for the other stream"
+                f"{self._by(access)},\n    and freed at {freed.where}: its stream does not wait "
+                f"for the other stream"
             )
             self._early_frees[key] = EarlyFree(owner, text)
         numbers = [each.number for each in self.actors if access.is_done_for(each.seen)]
@@ -261,8 +262,10 @@ class Simulator:
 
     def _found_reuse(self, block: Block, freed: FreedBlock, access: Access, new: Access) -> None:
         text = (
-            f"memory of [{freed.block.stream.name}] allocated at {freed.block.where}\n    is {access.verb} by "
-            f"{self._by(access)},\n    freed at {freed.where}, allocated again at {block.where},\n    and then "
+            f"memory of [{freed.block.stream.name}] allocated at {freed.block.where}\n    is "
+            f"{access.verb} by "
+            f"{self._by(access)},\n    freed at {freed.where}, allocated again at {block.where},"
+            f"\n    and then "
             f"{new.verb} by {self._by(new)} without an order between the two uses"
         )
         self.find("reuse", (freed.block.where, access.where, freed.where), text)
@@ -270,7 +273,8 @@ class Simulator:
     def _found_host_race(self, old: Access, write: bool, operator: str) -> None:
         place = caller().place
         text = (
-            f"memory {old.verb} by {self._by(old)}\n    is {'written' if write else 'read'} by the host, {operator} at "
+            f"memory {old.verb} by {self._by(old)}\n    is {'written' if write else 'read'} by "
+            f"the host, {operator} at "
             f"{place}, which has not waited"
         )
         self.find("host race", (old.where, operator, place), text)

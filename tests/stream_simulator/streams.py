@@ -98,7 +98,8 @@ class Stream:
             return
         place = caller().place
         text = (
-            f"torch.Stream.wait_event gets a torch.cuda.Event at {place}: it uses the event of the base class, which "
+            f"torch.Stream.wait_event gets a torch.cuda.Event at {place}: it uses the event of "
+            f"the base class, which "
             "was never recorded, and does not wait"
         )
         simulator.find("no-op wait", (place,), text)

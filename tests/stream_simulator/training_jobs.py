@@ -207,7 +207,8 @@ def run_jobs(
     further: Iterable[tuple[str, ...]] = ((),),
     dropped: Iterable[Site] = (),
 ) -> Result:
-    """Call ``function(simulator, *jobs, folder)`` on every rank of the layout, with a small text in the folder.
+    """Call ``function(simulator, *jobs, folder)`` on every rank of the layout, with a small
+    text in the folder.
 
     Args:
         layout: the number of ranks, and the overrides of every job.
