@@ -2,6 +2,7 @@
 the layout; other losses are refused.
 """
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -234,6 +235,32 @@ def test_loss_denominator_is_detected(name):
         assert tried(loss) == expected
 
 
+def test_a_term_that_the_cross_entropy_hides_must_add_up():
+    """Routers with small logits are nearly balanced; with weights of zero they are balanced exactly."""
+    size = [0.01]
+
+    def with_term(term):
+        return lambda logits, targets: cross_entropy(-1)(logits, targets) + 0.02 * term(logits)
+
+    def balanced(logits):
+        return (size[0] * logits).softmax(-1).mean((0, 1)).square().sum()
+
+    @contextlib.contextmanager
+    def other_weights():
+        size[0] = 1.0
+        yield
+        size[0] = 0.01
+
+    with pytest.raises(ConfigError, match="the term next to the cross-entropy in the loss of 3"):
+        tried(with_term(balanced), bound=1e-8)
+    size[0] = 0.0
+    assert tried(with_term(balanced), bound=1e-8) == LossRule("targets", -1)
+    with pytest.raises(ConfigError, match="the term next to the cross-entropy in the loss of 3"):
+        tried(with_term(balanced), bound=1e-8, other_weights=other_weights)
+    # A constant, such as a norm of weights, adds up.
+    assert tried(with_term(lambda _: 3.0), bound=1e-4) == LossRule("targets", -1)
+
+
 def loss_of(forward, *words):
     module = type("Own", (nn.Module,), {"forward": forward})()
     data = () if "data=bin" in words else ("data=custom", "data.target=a:b")
@@ -300,6 +327,54 @@ def test_a_loss_that_depends_on_the_layout_must_be_declared(ranks, folder):
         words = (*words, f"model.target=test_custom_parts:{target}", more)
         with pytest.raises(WorkerError, match=message):
             ranks.run(1, jobs.run, str(folder), str(folder / target), words, 1)
+
+
+class Small(nn.Module):
+    """Computes its loss in its own forward, in one of several ways."""
+
+    def __init__(self, way="cross_entropy"):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.way = way
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.wte(idx)).flatten(0, 1)
+        if self.way == "cross_entropy":
+            return logits, F.cross_entropy(logits, targets.flatten())
+        if self.way == "by hand":
+            each = torch.log_softmax(logits, -1).gather(1, targets.flatten()[:, None])
+            return logits, -each.mean()
+        return logits.square().mean()
+
+
+def test_a_loss_of_ones_own_is_computed_in_fp32_in_bf16(ranks, folder):
+    """As with autocast; a loss that cannot be is refused."""
+    for way in ("cross_entropy", "by hand"):
+        torch.manual_seed(0)
+        model = Small(way)
+        tokens = torch.randint(VOCABULARY, (2, LENGTH))
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(tokens, tokens.roll(1))[1]
+        config = jobs.config_of(("model=custom", "model.target=a:b", "precision=bf16"))
+        loss = ModelLoss(config, ModelParts(model, None, None, None))
+        found = loss.value(model.bfloat16(), tokens, tokens.roll(1))
+        assert found.dtype == torch.float32
+        assert found.item() == pytest.approx(expected.item(), rel=2e-3)
+    words = ("model=custom", "model.target=test_custom_parts:Small", "precision=bf16")
+    words = (*words, "checkpoint.enabled=false")
+    for compiled in (
+        (),
+        ("compile=block", "compile.backend=aot_eager", "bucketing.blocks=[Linear]"),
+    ):
+        run = folder / f"run{len(compiled)}"
+        ranks.run(1, jobs.run, str(folder), str(run), (*words, *compiled), 2)
+        losses = torch.tensor([row["loss"] for row in jobs.rows(run)])
+        assert not torch.equal(losses, losses.bfloat16().float())
+    words = (*words, "model.arguments={way: squares}")
+    from workers import WorkerError
+
+    with pytest.raises(WorkerError, match="the loss is computed in torch.bfloat16, which rounds"):
+        ranks.run(1, jobs.run, str(folder), str(folder / "refused"), words, 1)
 
 
 class Logits(NanoGPT):

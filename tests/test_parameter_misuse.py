@@ -4,6 +4,7 @@ by name on every rank.
 
 import functools
 import re
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,14 @@ def _write_into(kind, _training):
     model(kind(x=_batch()))
 
 
+class Named(dict):
+    pass
+
+
+def _defaultdict(x):
+    return defaultdict(list, x=x.requires_grad_())
+
+
 def _see_same_memory(model):
     model.head.bias = nn.Parameter(model.head.weight.data[0])
 
@@ -181,6 +190,15 @@ class Misuse(Training):
     def zero_a_row(self):
         self.model.head.weight.data[1].zero_()
 
+    def rectify_rows(self):
+        nn.functional.relu(self.model.head.weight[:1], inplace=True)
+
+    def write_to_data_of_rows(self):
+        self.model.head.weight[:1].data.add_(1)
+
+    def add_plain_rows(self):
+        self.model.head.weight.data.index_add_(0, torch.tensor([0]), torch.ones(1, WIDTH).double())
+
     def assign_rows(self):
         self.forward().backward()
         self.live[-2].grad[:2] = 0
@@ -232,12 +250,17 @@ REFUSED = {
     "layer": (Misuse.replace_layer, {}, "head.weight was added or unfrozen after parallelize"),
     "number": (Misuse.number, {}, "reads a number from a DTensor"),
     "row of data": (Misuse.zero_a_row, {}, r"zero_\(\) writes to rows or columns of a DTensor"),
+    "rows in place": (Misuse.rectify_rows, {}, r"relu\(\) writes to rows or columns of a DTensor"),
+    "data of rows": (Misuse.write_to_data_of_rows, {}, r"add_\(\) writes to rows or columns of a DTensor"),
+    "plain rows": (Misuse.add_plain_rows, {}, r"index_add_\(\) writes a plain tensor to a part .*apply_full"),
     "rows": (Misuse.assign_rows, {}, r"__setitem__\(\) cannot be computed on a DTensor: .*apply_full"),
     "random": (Misuse.draw, {}, r"uniform_\(\) would draw the same values for all shards of a DTensor"),
     "values": (Misuse.values, {}, r"numpy\(\) .* tensor.full_tensor\(\)"),
     "another": (Misuse.train_another, {},
         r"SGD has a parameter of shape \(2, 2\) that belongs to no parallelized model"),
     "dict": (functools.partial(_write_into, dict), {}, "Writer changed a dict of its arguments"),
+    "subclass": (functools.partial(_write_into, Named), {}, "Writer changed a Named of its arguments"),
+    "defaultdict": (functools.partial(_write_into, _defaultdict), {}, "Writer was given a defaultdict"),
     "object": (functools.partial(_write_into, SimpleNamespace), {},
         "Writer changed a SimpleNamespace of its arguments"),
     "same memory": (Training.step, {"prepare": _see_same_memory},

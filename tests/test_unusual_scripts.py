@@ -1,15 +1,29 @@
 """Unusual models and loops that DDP allows: correct results, or one sentence with the remedy."""
 
+import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from parallel2d import ConfigError, MeshSpec, ParallelConfig, build_mesh, full_state, parallelize
+from parallel2d import (
+    ConfigError,
+    MeshSpec,
+    ParallelConfig,
+    PrecisionConfig,
+    accumulate,
+    attach_optimizer,
+    build_mesh,
+    full_state,
+    parallelize,
+    updated_parameters,
+)
 
 
 class Attention(nn.Module):
@@ -55,14 +69,18 @@ def _train(model, tokens):
     return model
 
 
+def _mesh(strategy):
+    sizes = {"replicate": 2, "shard": 2} if strategy.startswith("hybrid") else {}
+    return build_mesh(MeshSpec(**sizes), strategy)
+
+
 def _odd(strategy, bucketing):
     torch.manual_seed(0)
     alone, model = Odd().double(), Odd().double()
     model.load_state_dict(alone.state_dict())
     # The model's own dtype until it runs; then the configured dtype is used.
     config = ParallelConfig(strategy, bucketing, precision="fp64")
-    sizes = {"replicate": 2, "shard": 2} if strategy == "hybrid" else {}
-    mesh = build_mesh(MeshSpec(**sizes), strategy)
+    mesh = _mesh(strategy)
     model = parallelize(model, mesh, config, broadcast_from=0)
     tokens = torch.arange(8).view(4, 2)
     _train(model, tokens[dist.get_rank() : dist.get_rank() + 1])
@@ -82,6 +100,161 @@ def test_unusual_models_train_as_in_one_process(ranks, strategy):
         for worst, dtypes in ranks.run(4, _odd, strategy, bucketing):
             assert worst < 1e-12
             assert dtypes == {torch.float32}
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+class Mixed(nn.Module):
+    """A block with a part that computes in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.router = Router(8, 8)
+
+    def forward(self, x):
+        return x + self.up(x) * self.router(x).softmax(-1)
+
+
+class InPlace(nn.Module):
+    """A block that changes results in place, or one of its arguments."""
+
+    def __init__(self, changes=""):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.changes = changes
+
+    def forward(self, x):
+        if self.changes == "argument":
+            x += 1
+        query = self.up(x)
+        scores = query @ x.transpose(-1, -2)
+        scores /= 2
+        scores.masked_fill_(torch.ones(5, 5, dtype=torch.bool).triu(1), -1e9)
+        hidden = self.up(scores.softmax(-1) @ query)
+        hidden[:, 0] += 1
+        hidden.data.mul_(0.5)
+        if self.changes == "many":
+            torch._foreach_add_([hidden], [x])
+        return self.down(torch.tanh(hidden) * F.relu(self.up(x), inplace=True))
+
+
+class Cached(InPlace):
+    def forward(self, x, cache):
+        if cache is not None:
+            cache.keys = self.up(x)
+        return super().forward(x)
+
+
+class Generating(nn.Module):
+    """As models of transformers: blocks fill a cache unless ``use_cache`` is false."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList([Cached(), Cached()])
+        self.config, self.always = SimpleNamespace(use_cache=True), always
+
+    def forward(self, x, use_cache=True):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, SimpleNamespace() if use_cache or self.always else None)
+        return x
+
+
+class Changed(nn.Sequential):
+    """Changes what its blocks return."""
+
+    def forward(self, x):
+        for block in self:
+            result = block(x=x)
+            result += 1
+            x = torch.tanh(result)
+        return x
+
+
+def _gradients(plain, batch, strategy, casts=(), autocast=False, **config):
+    """The largest relative difference of a gradient to that of one process, after two micro-batches
+    of each of four ranks, and the dtypes of gradients of parameters in fp32."""
+    config = ParallelConfig(strategy, **config)
+    model = parallelize(copy.deepcopy(plain), _mesh(strategy), config)
+    for module in casts:
+        module.bfloat16()
+    optimizer = torch.optim.SGD(updated_parameters(model), lr=0.1)
+    attach_optimizer(model, optimizer)
+    dtype = next(plain.parameters()).dtype
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for part in batch.chunk(4):
+            for micro_batch in part.split(1):
+                (plain(micro_batch.to(dtype)).float().square().mean() / 4).backward()
+        for micro_batch in accumulate(model, batch.chunk(4)[dist.get_rank()].split(1)):
+            model(micro_batch).float().square().mean().backward()
+    worst, dtypes = 0.0, set()
+    for own, updated in zip(plain.parameters(), updated_parameters(model), strict=True):
+        error = (updated.grad.full_tensor().double() - own.grad.double()).abs().max()
+        worst = max(worst, (error / own.grad.double().abs().max()).item())
+        if own.dtype == torch.float32:
+            dtypes.add(updated.grad.dtype)
+    optimizer.step()
+    return worst, dtypes
+
+
+BF16 = PrecisionConfig("bf16", "bf16", "bf16", "fp32", fp32_modules=["Router"])
+
+
+def _computed_alike(strategy):
+    torch.manual_seed(0)
+    found = {}
+    plain = nn.Sequential(nn.Linear(8, 8), Mixed(), Mixed())
+    batch = torch.randn(8, 5, 8)
+    found["autocast"] = _gradients(copy.deepcopy(plain), batch, strategy, autocast=True)
+    # Floating-point inputs are cast, also where parameters are not.
+    found["inputs"] = _gradients(copy.deepcopy(plain), batch.double(), strategy)
+    casts = [plain[0], plain[1].up, plain[2].up]
+    found["fp32 modules"] = _gradients(plain, batch, strategy, casts=casts, precision=BF16)
+    for mode in ("full", "selective"):
+        plain = Changed(InPlace(), InPlace(), InPlace()).double()
+        options = {"precision": "fp64", "activation_checkpointing": mode}
+        found[mode] = _gradients(plain, batch.double(), strategy, **options)
+        found[mode + " cache"] = _gradients(
+            Generating().double(), batch.double(), strategy, **options
+        )
+    refused = []
+    for changes, bucketing in (
+        ("argument", "block"), ("argument", "layer"), ("many", "block"), ("cache", "block"),
+    ):  # fmt: skip
+        model = Changed(*(InPlace(changes) for _ in range(3)))
+        if changes == "cache":
+            model = Generating(always=True)
+        config = ParallelConfig(strategy, bucketing, activation_checkpointing="selective")
+        model = parallelize(model, _mesh(strategy), config)
+        with pytest.raises(RuntimeError) as error:
+            model(torch.tanh(batch.requires_grad_()))
+        refused.append(str(error.value))
+    return found, refused
+
+
+CHANGES = (
+    "0 changes an argument in place, which sharded modules cannot",
+    "0 changes an argument in place, and activation_checkpointing computes it again",
+    "0 calls _foreach_add_.List, which has wrong gradients with activation_checkpointing=selective",
+    "blocks.0 puts tensors into the SimpleNamespace that it was given, and activation_checkpointing",
+)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "hybrid_full"])
+def test_dtypes_and_changes_in_place_equal_one_process(ranks, strategy):
+    for found, refused in ranks.run(4, _computed_alike, strategy):
+        assert found["autocast"][0] < 1e-2
+        assert found["fp32 modules"][0] < 1e-2
+        assert found["fp32 modules"][1] == {torch.float32}
+        assert found["inputs"][0] < 1e-6
+        for mode in ("full", "selective", "full cache", "selective cache"):
+            assert found[mode][0] < 1e-12, mode
+        for message, expected in zip(refused, CHANGES, strict=True):
+            assert message.startswith(expected)
 
 
 class Saving(nn.Sequential):

@@ -153,7 +153,7 @@ class PlainModel:
         if name in owners and id(owners[name]) in precision.fp32_modules:
             _cast_inputs(module, torch.float32)
             _cast_outputs(module, precision.param)
-        elif precision.cast_inputs and precision.param != precision.storage:
+        elif precision.cast_inputs and (not name or precision.param != precision.storage):
             _cast_inputs(module, precision.param)
 
     def run(

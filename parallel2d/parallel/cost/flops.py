@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parallel2d.base.device import name_of
 from parallel2d.parallel.cost.equal_blocks import by_blocks
-from parallel2d.parallel.cost.meta_copy import ALL_AT_ONCE, LossOfBatch, on_fake_tensors
+from parallel2d.parallel.cost.meta_copy import ALL_AT_ONCE, LossOfBatch, cast, on_fake_tensors
 from parallel2d.parallel.loss import loss_chunks
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,9 @@ def _count(
             copied = copy.deepcopy(model).to("meta")
             mode = on_fake_tensors(copied, "meta") if fake else nullcontext()
             with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
-                inputs, targets = example("meta")
+                # In whatever dtype training will compute, FLOPs are those of the plain model.
+                dtypes = (each.dtype for each in copied.parameters() if each.is_floating_point())
+                inputs, targets = cast(example("meta"), next(dtypes, None))
                 loss(copied, inputs, targets).backward()
             return {"flops": counter.get_total_flops()}
         # A model may read values, which neither kind of tensor has.

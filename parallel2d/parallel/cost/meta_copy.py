@@ -102,10 +102,10 @@ def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None
     """Cast inputs and outputs as sharding does for a group."""
 
     def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
-        return _cast(given, policy.param_dtype), _cast(named, policy.param_dtype)
+        return cast(given, policy.param_dtype), cast(named, policy.param_dtype)
 
     def leave(_module: nn.Module, _given: Any, output: Any) -> Any:
-        return _cast(output, policy.output_dtype)
+        return cast(output, policy.output_dtype)
 
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -113,11 +113,13 @@ def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None
         module.register_forward_hook(leave)
 
 
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Return ``values`` with floating-point tensors in ``dtype``."""
 
-    return tree_map_only(Tensor, cast, values)
+    def cast_one(tensor: Tensor) -> Tensor:
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return tree_map_only(Tensor, cast_one, values)
 
 
 class TensorTraffic(NamedTuple):

@@ -261,7 +261,11 @@ class FSDPGroup:
                 )
 
     def set_dtypes(
-        self, wide: torch.dtype, communication_dtype: torch.dtype, shard_ranks: int
+        self,
+        wide: torch.dtype,
+        communication_dtype: torch.dtype,
+        shard_ranks: int,
+        final: torch.dtype | None = None,
     ) -> None:
         """Sum gradients in ``wide`` and send them in ``communication_dtype`` over the shard axis.
 
@@ -272,11 +276,14 @@ class FSDPGroup:
             wide: accumulation dtype.
             communication_dtype: communication dtype over the shard axis.
             shard_ranks: ranks of the shard axis.
+            final: dtype of reduced gradients; None: the dtype of the parameter.
 
         Raises:
             ConfigError: trained parameters of several dtypes.
         """
         self.communication_dtype = communication_dtype
+        for parameter in self.parameters:
+            parameter.final = final
         stored = self._stored_dtype()
         if stored is None:
             return
@@ -387,6 +394,8 @@ class FSDPParameter:
         self._taken: dict[int, Any] = {}
         # Accumulation dtype of gradients, if it differs from the parameter's dtype
         self.wide: torch.dtype | None = None
+        # The dtype of reduced gradients, if it is not the parameter's
+        self.final: torch.dtype | None = None
         # The sharded parameter that accepts gradients of any dtype
         self._any_dtype: nn.Parameter | None = None
         # Position of this rank's first value in the flattened unsharded parameter
@@ -407,6 +416,14 @@ class FSDPParameter:
     def gradient_dtype(self) -> torch.dtype:
         """Accumulation dtype of gradients; the model may have been cast since sharding."""
         return self.wide or part_of(self.sharded).dtype
+
+    @property
+    def final_dtype(self) -> torch.dtype:
+        """The dtype of its reduced gradient, which the optimizer gets."""
+        stored = part_of(self.sharded).dtype
+        if self.final is None:
+            return stored
+        return self.final.to_complex() if stored.is_complex else self.final
 
     @property
     def gathered(self) -> nn.Parameter | None:
@@ -540,10 +557,20 @@ class FSDPParameter:
         if local is not None and local.dtype != dtype:
             self.set_gradient(local.to(dtype))
 
+    def finish_dtype(self) -> None:
+        """Cast the reduced gradient to `final_dtype`."""
+        if self._has_other_dtypes:
+            self.cast_gradient(self.final_dtype)
+
+    @property
+    def _has_other_dtypes(self) -> bool:
+        """True if gradients may have another dtype than the parameter."""
+        return self.wide is not None or self.final is not None
+
     def allow_any_dtype(self) -> None:
         """Allow gradients of another dtype than the sharded parameter's."""
         sharded = self._parameter.sharded_param
-        if self.wide is not None and sharded is not self._any_dtype:
+        if self._has_other_dtypes and sharded is not self._any_dtype:
             sharded.grad_dtype = None
             self._any_dtype = sharded
 

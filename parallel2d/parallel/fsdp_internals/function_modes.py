@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.overrides import TorchFunctionMode
 
 
-def _take_all() -> list[TorchFunctionMode]:
-    """Empty the stack of this thread and return its modes, innermost first."""
-    number: int = torch._C._len_torch_function_stack()
-    return [torch._C._pop_torch_function_stack() for _ in range(number)]
-
-
-def _put_all(modes: list[TorchFunctionMode]) -> None:
-    for mode in reversed(modes):
-        torch._C._push_on_torch_function_stack(mode)
+@contextmanager
+def _modes() -> Iterator[list[TorchFunctionMode]]:
+    """The modes of this thread, innermost first. Changes of the list are made at the end."""
+    # The end of a model, which the garbage collector may find here, removes a mode too.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        number: int = torch._C._len_torch_function_stack()
+        modes = [torch._C._pop_torch_function_stack() for _ in range(number)]
+        yield modes
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def insert(mode: TorchFunctionMode) -> None:
@@ -24,9 +34,11 @@ def insert(mode: TorchFunctionMode) -> None:
     context managers exit in reverse order, so a script that exits its own mode could remove
     ``mode`` instead. An earlier mode of the same class is removed.
     """
-    _put_all([*(each for each in _take_all() if type(each) is not type(mode)), mode])
+    with _modes() as modes:
+        modes[:] = [*(each for each in modes if type(each) is not type(mode)), mode]
 
 
 def remove(mode: TorchFunctionMode) -> None:
     """Deactivate ``mode`` in this thread, at any depth of the stack."""
-    _put_all([each for each in _take_all() if each is not mode])
+    with _modes() as modes:
+        modes[:] = [each for each in modes if each is not mode]

@@ -42,7 +42,7 @@ from parallel2d.parallel.parallelize.layout import Layout, resolve
 from parallel2d.parallel.parallelize.model_calls import explain_model_calls
 from parallel2d.parallel.parallelize.model_copy import DEEPCOPY, copier, refuse_copy, sharded_copy
 from parallel2d.parallel.parallelize.optimizer_hooks import follow_steps
-from parallel2d.parallel.parallelize.precision import Precision, cast_storage
+from parallel2d.parallel.parallelize.precision import Precision, cast_inputs, cast_storage
 from parallel2d.parallel.parallelize.preconditions import check, check_arguments, mark_sharded
 from parallel2d.parallel.parallelize.prefetch import prefetch_parameters
 from parallel2d.parallel.parallelize.running_statistics import average_buffers, watch_statistics
@@ -292,6 +292,7 @@ def _transform(
     synchronize(model, parameters, layout, precision, topology, scalars, seed)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, parameters, config.prefetch)
+    cast_inputs(model, precision)
     return stacks
 
 

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain, filterfalse
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
+    _RECOMPUTE,
     CheckpointPolicy,
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
+    _VersionWrapper,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 from parallel2d.base.config import ActivationCheckpointingConfig
 from parallel2d.base.errors import ConfigError, nearest_matches
+from parallel2d.parallel.fsdp_internals.sharded_model import collect_grad_tensors
+from parallel2d.parallel.fsdp_internals.tensors import storage_of, version_of
 from parallel2d.parallel.model_structure import find_blocks
 
 # Operators of these namespaces are named without the namespace.
@@ -54,24 +60,170 @@ def checkpoint_activations(
             f"activation_checkpointing={config.name}: {type(model).__name__} has no repeated "
             "blocks; name the classes to checkpoint in activation_checkpointing.blocks"
         )
+    _without_cache(model)
     # Reentrant checkpointing has no context_fn, which selects operators.
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
         policy = functools.partial(_keep, saved_operators(config.keep))
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    for _, block in blocks[:: config.every]:
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+    for name, block in blocks[:: config.every]:
+        if config.name == "selective":
+            options["context_fn"] = functools.partial(_contexts, name, policy)
+        run = functools.partial(_run, name, block.forward)
+        block.forward = functools.partial(checkpoint, run, **options)
     return model
+
+
+def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of the block ``name``, in a checkpoint and in its recomputation."""
+    # Compiled blocks contain no changes in place.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    leaves = tree_leaves((args, kwargs))
+    given = [each for each in leaves if isinstance(each, Tensor)]
+    objects = [
+        each for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)
+    ]
+    before = list(map(version_of, given)), [_tensors_of(each) for each in objects]
+    output = forward(*args, **kwargs)
+    # Torch finds this in the backward pass, and not for arguments that are given by name.
+    if before[0] != list(map(version_of, given)):
+        raise RuntimeError(
+            f"{name} changes an argument in place, and activation_checkpointing computes it again "
+            "from its arguments: change a copy (x = x + y in the place of x += y)"
+        )
+    for each, earlier in zip(objects, before[1], strict=True):
+        if list(map(id, earlier)) != list(map(id, _tensors_of(each))):
+            raise RuntimeError(
+                f"{name} puts tensors into the {type(each).__name__} that it was given, and "
+                "activation_checkpointing computes it again from its arguments: call the model "
+                "without it (for a cache of keys and values: use_cache=False)"
+            )
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _KeepingMode):
+            mode.forget(collect_grad_tensors(output))
+    return output
+
+
+def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
+    """Return the tensors in an object, in its containers and in their objects; not of modules."""
+    if isinstance(value, Tensor):
+        return [value]
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+        inner = vars(value).values()
+    found: list[Tensor] = []
+    for each in inner if depth else ():
+        found += _tensors_of(each, depth - 1)
+    return found
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Switch off the cache of keys and values of models of transformers in training: blocks that
+    are computed again would fill it twice. The library does the same in its checkpoints."""
+
+    def switch_off(position: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        if len(args) > position:
+            return (*args[:position], False, *args[position + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}
+
+    for module in model.modules():
+        parameters = list(inspect.signature(module.forward).parameters)
+        has_cache = hasattr(getattr(module, "config", None), "use_cache")
+        if has_cache and "use_cache" in parameters:
+            hook = functools.partial(switch_off, parameters.index("use_cache"))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Policy of ``selective``; torch calls it for each operator that a block runs."""
-    # An operator's name ends with the name of its overload: aten::add.Tensor.
-    if operator.name().partition(".")[0] in kept:
+    """The policy of ``selective``, which torch calls for each operator that a block runs."""
+    # The name of an operator ends with that of its overload: aten::add.Tensor. An overload that
+    # writes to an argument has to write again.
+    if operator.name().partition(".")[0] in kept and not _is_mutable(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(name: str, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+    """Return the contexts of the forward of the block ``name`` and of its recomputation."""
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    return _KeepingMode(name, policy, forward.storage), recomputation
+
+
+class _KeepingMode(_CachingTorchDispatchMode):
+    """Keeps results as their operators have returned them.
+
+    Torch keeps an alias of a result, and misses changes in place where the block has only a view
+    of it, such as the output of `F.linear` for three dims: the recomputation would repeat a change
+    that the alias has already. So a result that is about to be changed is copied first. That takes
+    as much memory as the same block without changes in place.
+    """
+
+    def __init__(self, name: str, policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
+        super().__init__(policy, storage)
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_mutable(func) and not torch.compiler.is_compiling():
+            if func.name().startswith("aten::_foreach_"):
+                self._refuse_lost_gradients(func, args)
+            written = _written(func, args, kwargs or {})
+            self._replace(written, lambda result: _VersionWrapper(result.val.clone()))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
+        """Raises RuntimeError for tensors that are trained: under any dispatch mode torch loses a
+        part of the gradients of changes of many tensors at once."""
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            raise RuntimeError(
+                f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
+                "gradients with activation_checkpointing=selective: change the tensors one by one, "
+                "or use activation_checkpointing=full"
+            )
+
+    def forget(self, outputs: Sequence[Tensor]) -> None:
+        """Let results be computed again that are among ``outputs`` of the block, which its caller
+        may change. Mostly the recomputation ends before them."""
+        self._replace(outputs, lambda _: _RECOMPUTE)
+
+    def _replace(self, tensors: Sequence[Tensor], replacement: Callable[[Any], Any]) -> None:
+        """Replace the kept results that share memory with ``tensors``."""
+        storages = {storage_of(tensor) for tensor in tensors}
+
+        def replace(result: Any) -> Any:
+            is_shared = isinstance(result.val, Tensor) and storage_of(result.val) in storages
+            return replacement(result) if is_shared else result
+
+        for results in self.storage.values():
+            for number, kept in results.items():
+                found = tree_map_only(_VersionWrapper, replace, kept)
+                # An operator with several results runs as a whole.
+                results[number] = _RECOMPUTE if _RECOMPUTE in tree_leaves(found) else found
+
+
+def _is_mutable(operator: Any) -> bool:
+    """True if ``operator`` writes to an argument."""
+    # Higher-order operators have no schema.
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors to which ``operator`` writes."""
+    found: list[Any] = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += tree_leaves(given)
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig) -> nn.Module:
@@ -126,13 +278,15 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
                 f"activation_checkpointing.keep: no operator is called {pattern}; {advice}"
             )
         matches = chain.from_iterable(operators[name] for name in names)
-        visible = set(filterfalse(_is_composite, matches))
+        # Those with names that end with an underscore change an argument.
+        visible = {name for name in matches if not (name.endswith("_") or _is_composite(name))}
         # One visible operator is enough: scaled_dot_product_* matches visible and composite ones.
         if not visible:
             raise ConfigError(
                 f"activation_checkpointing.keep: {pattern} is decomposed into other operators, "
-                "and only their results can be kept: name these operators (matrix products are mm, "
-                "bmm and addmm, attention is scaled_dot_product_*)"
+                "or changes an argument in place, and only results can be kept: name the operators "
+                "that compute them (matrix products are mm, bmm and addmm, attention is "
+                "scaled_dot_product_*)"
             )
         found |= visible
     return frozenset(found)

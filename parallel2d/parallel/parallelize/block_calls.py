@@ -18,6 +18,8 @@ from parallel2d.parallel.model_structure import class_name
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message
+# Of torch's error for a change in place of an argument of a module, of which torch makes a view
+_CHANGED_VIEW = "RegisterPostBackwardFunction is a view and is being modified inplace"
 
 
 class MixedTensorsError(RuntimeError):
@@ -103,9 +105,17 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
     @functools.wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
         # Inside a running call, or inside a method that gathers the parameters, run it directly.
-        if given or (running.is_alone and running.now):
+        if not (given or (running.is_alone and running.now)):
+            return module(*args, **kwargs)
+        try:
             return forward(*args, **kwargs)
-        return module(*args, **kwargs)
+        except RuntimeError as error:
+            if _CHANGED_VIEW not in str(error):
+                raise
+            raise RuntimeError(
+                f"{name or class_name(module)} changes an argument in place, which sharded modules "
+                "cannot: change a copy (x = x + y in the place of x += y)"
+            ) from error
 
     module.forward = called
     module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)

@@ -340,7 +340,12 @@ class _Collector:
         # gradients reduced in the dtype that autograd returns.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
+        # Those without a fractional part, and complex ones, are never cast.
+        if not stored.is_floating_point:
+            gathered = stored
         reduced = policy.reduce_dtype or gathered
+        # `Scalar` casts gradients to the dtype of the parameter.
+        keeps_reduced = self.precision.keep_reduced and not stays_replicated(parameter)
         return ParameterShape(
             shape=tuple(local),
             whole=tuple(parameter.shape),
@@ -348,19 +353,8 @@ class _Collector:
             stored=stored.itemsize,
             gathered=gathered.itemsize,
             reduced=reduced.itemsize,
-            gradient=self._gradient_dtype(parameter, stored).itemsize,
+            gradient=(reduced if keeps_reduced else stored).itemsize,
             is_trained=parameter.requires_grad,
             by_muon=self.names[parameter] in self.muon,
             is_hidden=self.names[parameter] in self.hidden,
         )
-
-    def _gradient_dtype(self, parameter: nn.Parameter, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype of the gradient that the optimizer gets; see `ReplicaReducer`."""
-        # `Scalar` casts gradients to the dtype of the parameter.
-        if stays_replicated(parameter):
-            return stored
-        precision = self.precision
-        kept = precision.reduce if precision.keep_reduced else precision.storage
-        if kept != precision.sums:
-            return kept
-        return torch.promote_types(precision.sums, stored)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d.base.config import PrecisionConfig
 from parallel2d.base.errors import ConfigError
@@ -81,6 +83,31 @@ def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
     if not config.cast_forward_inputs:
         return None
     return DTYPES[config.param]
+
+
+def cast_inputs(model: nn.Module, precision: Precision) -> None:
+    """Let ``model`` cast its floating-point inputs where `fully_shard` does not, because ``param``
+    equals ``storage``. Inputs of blocks stay as the model computes them, as in one process."""
+    if not precision.cast_inputs or precision.param != precision.storage:
+        return
+
+    def is_other(leaf: object) -> bool:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return False
+        return leaf.dtype != precision.param
+
+    def cast(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # A script may change the dtype of the model later, as with `nn.Module.float`.
+        if all(parameter.dtype != precision.param for parameter in model.parameters()):
+            return None
+        # Containers are copied only where it is needed.
+        if not any(map(is_other, tree_leaves((args, kwargs)))):
+            return None
+        return tree_map(
+            lambda leaf: leaf.to(precision.param) if is_other(leaf) else leaf, (args, kwargs)
+        )
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
 
 
 def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:

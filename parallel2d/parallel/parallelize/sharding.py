@@ -137,7 +137,8 @@ def synchronize(
     for group in groups:
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         communication_dtype = torch.float32 if in_fp32 else precision.reduce
-        group.set_dtypes(precision.sums, communication_dtype, shard_ranks)
+        final = communication_dtype if precision.keep_reduced else None
+        group.set_dtypes(precision.sums, communication_dtype, shard_ranks, final)
         if shard_ranks == 1 and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank no collective runs over the shard axis.
@@ -145,12 +146,10 @@ def synchronize(
     if shard_ranks > 1:
         _use_options(model, options)
         order = _order_of(mesh, topology) if options.keeps_order else None
-    kept = precision.reduce if precision.keep_reduced else precision.storage
     engine = ReplicaReducer(
         mesh,
         groups,
         layout.method,
-        final_dtype=kept if kept != precision.sums else None,
         scalars=scalars,
         order=order,
         seed=seed,

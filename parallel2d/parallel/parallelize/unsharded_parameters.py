@@ -75,6 +75,10 @@ class UnshardedParameters:
             return
         if was_interrupted(self._model):
             discard_accumulated(self._model)
+        # Within one context autocast keeps its casts of parameters, each a node of the graph of the
+        # forward that made it. In the graph of a later forward autograd runs that node after the
+        # group's gradients are reduced, so each forward makes its own casts.
+        torch.clear_autocast_cache()
         if not torch.is_grad_enabled():
             for each in self.groups:
                 each.refuse_set_data()

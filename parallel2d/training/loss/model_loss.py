@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from parallel2d.parallel.chunked_head import ChunkedHead
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.parallelize.layout import SampleShape
-from parallel2d.parallel.parallelize.precision import DTYPES, input_dtype
-from parallel2d.parallel.weights.named_tensors import undisturbed
+from parallel2d.parallel.parallelize.precision import DTYPES
+from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.named_tensors import equal, undisturbed
 from parallel2d.training.data.batch import IGNORED, Batch
 from parallel2d.training.data.custom_data import TARGET_NAMES
 from parallel2d.training.data.stream import SampleStream
+from parallel2d.training.loss.losses_in_fp32 import LossesInFP32, widened
 from parallel2d.training.loss.rule import SAMPLES, LossRule, find_rule
 from parallel2d.training.model_families import ModelParts
 
@@ -80,7 +84,8 @@ class ModelLoss:
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
                     f"loss, which ignores this key; omit train.{key}"
                 )
-        self._dtype = input_dtype(config.precision)
+        # Losses are computed in fp32 all the same.
+        self._is_narrow = DTYPES[config.precision.param].itemsize < 4
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
         self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
 
@@ -107,7 +112,6 @@ class ModelLoss:
         self, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for the model: inputs of a dict by name, other inputs in order."""
-        inputs, targets = tree_map_only(Tensor, self._cast, (inputs, targets))
         named = self._named(inputs, targets)
         if isinstance(inputs, Mapping):
             return (), {**named, **inputs}
@@ -131,13 +135,6 @@ class ModelLoss:
             return {}
         return {self._targets: targets}
 
-    def _cast(self, value: Tensor) -> Tensor:
-        # FSDP casts inputs if it computes in another dtype than it stores; if both are the same,
-        # it casts nothing.
-        if self._dtype is not None and value.is_floating_point():
-            return value.to(self._dtype)
-        return value
-
     def value(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
         """Return the loss of a micro-batch as the model computes it, before its divisor is
         known."""
@@ -149,11 +146,16 @@ class ModelLoss:
         """Return the loss of the model or of ``train.loss``, a sum or a mean, or the summed
         cross-entropy; and True for a custom loss."""
         args, named = self.arguments(inputs, targets, document_ids)
-        output = model(*args, **named)
+        # Only a model that takes the targets, or needs none, computes a loss.
+        is_own = self._targets is not None or targets is None
+        with LossesInFP32() if self._is_narrow and is_own else nullcontext():
+            output = model(*args, **named)
         train = self._config.train
         if targets is not None and targets.ndim > 1:
             targets = targets[:, self._context(targets.shape[1]) :]
         if train.loss is not None:
+            if self._is_narrow:
+                output = tree_map_only(Tensor, widened, output)
             return self._function(output, targets), True
         found = _loss_in(output)
         if found is not None:
@@ -264,6 +266,9 @@ class ModelLoss:
         # Other models return logits: skip the forward, since unsharded logits may not fit.
         if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
+            if self._config.data.name != "custom":
+                # Samples as unequal as sequences can be: one repeats a single token.
+                batch.inputs[0] = batch.inputs[0, 0].clone()
 
             def run(targets: Tensor | None, rows: slice) -> Tensor | None:
                 given = (batch.inputs, targets, batch.document_ids)
@@ -278,6 +283,7 @@ class ModelLoss:
                     ignored=None if train.loss is None else IGNORED,
                     is_declared=train.loss_is != "auto",
                     bound=loss_bound(DTYPES[self._config.precision.param]),
+                    other_weights=functools.partial(_other_weights, model),
                 )
         if rule is None and train.loss_is != "auto":
             raise ConfigError(
@@ -303,7 +309,28 @@ class ModelLoss:
             raise ConfigError(
                 f"{self._kind}: the loss has shape {tuple(value.shape)}, and must be a scalar"
             )
+        if value.dtype.itemsize < 4:
+            raise ConfigError(
+                f"{self._kind}: the loss is computed in {value.dtype}, which rounds it by up to "
+                f"{torch.finfo(value.dtype).eps / 2:.1%}: compute it from output.float(), or "
+                "return the output and give train.loss a function of it, which gets it in fp32"
+            )
         return value
+
+
+@contextmanager
+def _other_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, matrices of ``model`` differ from their values by about as much as untrained weights
+    have, alike on every rank. Memory: two copies of them."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and parameter.is_floating_point():
+            part = local_part(parameter.detach())
+            waves = torch.arange(part.numel(), device=part.device, dtype=torch.float32).cos_()
+            shift = waves.view(part.shape) / parameter.shape[-1] ** 0.5
+            pairs.append((part, part + shift.to(part.dtype)))
+    with equal(pairs):
+        yield
 
 
 def _loss_in(output: Any) -> Tensor | None:

@@ -9,16 +9,23 @@ torch's cross-entropy show which target is ignored and how many targets count. T
 the first sample and of the other two must combine to the loss of all three, as sums do or as such
 means do. A loss with neither property depends on the samples that share a micro-batch, and
 therefore on the layout.
+
+A term next to the cross-entropy, such as a balancing loss of experts, may be so small that the sum
+hides it. So the parts are computed once more with cross-entropies of zero, where the loss is that
+term, and are compared relative to it. Untrained routers are nearly balanced, and then the term is
+nearly the same for any samples: it is compared with other weights too.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -52,10 +59,12 @@ class LossRule:
 
 
 class CrossEntropyCalls(TorchFunctionMode):
-    """Records the calls of torch's cross-entropy in its context."""
+    """Records the calls of torch's cross-entropy in its context; with ``omits`` they return
+    zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, omits: bool = False) -> None:
         super().__init__()
+        self._omits = omits
         self.ignored: set[int] = set()  # values of ``ignore_index``
         self.counts: set[int] = set()  # numbers of targets that are not ignored
 
@@ -69,6 +78,8 @@ class CrossEntropyCalls(TorchFunctionMode):
             if not target.is_floating_point():
                 self.ignored.add(ignored)
                 self.counts.add(int((target != ignored).sum()))
+            if self._omits:
+                return torch.zeros_like(function(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
 
@@ -77,7 +88,13 @@ Run = Callable[[Tensor | None, slice], Tensor | None]
 
 
 def find_rule(
-    run: Run, targets: Tensor | None, *, ignored: int | None, is_declared: bool, bound: float
+    run: Run,
+    targets: Tensor | None,
+    *,
+    ignored: int | None,
+    is_declared: bool,
+    bound: float,
+    other_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> LossRule | None:
     """Find the divisor; see [Note: a mean that a model returns]. None if the model returns logits.
 
@@ -86,9 +103,11 @@ def find_rule(
         targets: the targets of `SAMPLES` samples.
         ignored: the target that the loss is known to ignore; None: unknown.
         is_declared: the user declared a mean per micro-batch, so the parts need not add up.
-        bound: largest relative error of the computation.
+        bound: the largest relative error of the computation.
+        other_weights: a context in which the model has other weights.
 
-    Raises `ConfigError` for a loss that does not add up.
+    Raises:
+        ConfigError: the loss does not add up.
     """
     has_classes = targets is not None and not targets.is_floating_point()
     if has_classes:
@@ -108,7 +127,37 @@ def find_rule(
             targets[0] = ignored
             targets[0].view(-1)[-1] = int(ignored == 0)
     counts_classes = has_classes and ignored is not None
-    return _rule_of_parts(run, targets, ignored, counts_classes, is_declared, bound)
+    rule = _rule_of_parts(run, targets, ignored, counts_classes, is_declared, bound)
+    if not is_declared and _check_terms(run, targets, rule, bound / 10):
+        with other_weights():
+            _check_terms(run, targets, rule, bound / 10)
+    return rule
+
+
+def _check_terms(run: Run, targets: Tensor | None, rule: LossRule, bound: float) -> bool:
+    """True if the loss has a term next to the cross-entropy, or is something else. Raises
+    `ConfigError` where it does not add up."""
+    losses = []
+    with CrossEntropyCalls(omits=True):
+        for rows in _PARTS:
+            value = run(targets, rows)
+            assert value is not None, "it gave logits"
+            losses.append(float(value))
+            if not losses[0]:
+                return False
+    difference = abs(_expected(rule, losses, targets) - losses[0])
+    # Other weights may overflow.
+    if math.isfinite(difference) and difference > bound * max(map(abs, losses)):
+        raise ConfigError(_refusal(losses, _counts(rule, targets), bound, is_term=True))
+    return True
+
+
+def _expected(rule: LossRule, losses: Sequence[float], targets: Tensor | None) -> float:
+    """The loss of the whole from those of the parts."""
+    if rule.divisor == "none":
+        return losses[1] + losses[2]
+    whole, first, rest = _counts(rule, targets)
+    return (first * losses[1] + rest * losses[2]) / whole
 
 
 def _rule_of_parts(
@@ -132,11 +181,7 @@ def _rule_of_parts(
     if is_declared:
         return rules[1]
     for rule in rules:
-        whole, first, rest = _counts(rule, targets)
-        if rule.divisor == "none":
-            expected = losses[1] + losses[2]
-        else:
-            expected = (first * losses[1] + rest * losses[2]) / whole
+        expected = _expected(rule, losses, targets)
         # Zeros would satisfy every rule.
         if losses[0] and abs(expected - losses[0]) <= bound * abs(losses[0]):
             return rule
@@ -165,8 +210,11 @@ def _counts(rule: LossRule, targets: Tensor | None) -> list[int]:
     return found
 
 
-def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
+def _refusal(
+    losses: Sequence[float], counts: Sequence[int], bound: float, is_term: bool = False
+) -> str:
     whole, first, rest = losses
+    called = "the term next to the cross-entropy in the loss" if is_term else "the loss"
     what = "neither a sum nor a mean over its targets or samples, and so depends on the layout"
     if not whole or not math.isfinite(whole):
         what = "not a number that shows its divisor"
@@ -175,7 +223,7 @@ def _refusal(losses: list[float], counts: list[int], bound: float) -> str:
             "a mean per micro-batch for any number of valid targets, and so depends on the layout"
         )
     return (
-        f"the loss of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
+        f"{called} of {SAMPLES} samples is {whole:.7g}, of the first of them {first:.7g} and of "
         f"the others {rest:.7g}, with {counts[1]} and {counts[2]} valid targets: it is {what}; "
         "give train.loss a function of the output that adds up, or accept that with "
         "train.loss_is=mean_per_micro_batch"

@@ -8,7 +8,7 @@ checks run in each forward.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
@@ -221,6 +221,8 @@ class _ArgumentAudit:
         self._running = RunningForward(module)
         # Ids of containers in the arguments of the running calls
         self._given: list[set[int]] = []
+        # The defaultdicts in the arguments of the last one
+        self._defaults: list[Any] = []
         # Containers that the last call received, their entries, and True if the caller holds them
         self._received: list[tuple[Any, Any, bool]] = []
 
@@ -239,12 +241,26 @@ class _ArgumentAudit:
                 "torch.autograd.forward_ad, which sharded modules support only under "
                 "torch.no_grad(): use torch.func.jvp(model, (x,), (e,))"
             )
-        self._given.append(set(map(id, _containers_in([*args, *kwargs.values()]))))
+        containers = list(_containers_in([*args, *kwargs.values()]))
+        self._given.append(set(map(id, containers)))
+        self._defaults = [each for each in containers if isinstance(each, defaultdict)]
+        # Torch would fail to copy it.
+        if torch.is_grad_enabled() and collect_grad_tensors(self._defaults):
+            raise self._defaultdict()
 
     def _receive(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         own = self._given[-1]
         containers = list(_containers_in([*args, *kwargs.values()]))[1:]
         self._received = [(each, _entries(each), id(each) in own) for each in containers]
+        # Torch makes plain dicts of them where it casts.
+        if len(self._defaults) > sum(isinstance(each, defaultdict) for each in containers):
+            raise self._defaultdict()
+
+    def _defaultdict(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self._called} was given a defaultdict, of which sharded modules get no copy of its "
+            "kind: give a dict, and return the values"
+        )
 
     def _compare(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self._given:  # an earlier hook has raised
@@ -290,13 +306,11 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-# Containers that `fully_shard` copies
-_COPIED = (list, dict, OrderedDict, defaultdict, deque)
-
-
 def _containers_in(value: Any) -> Iterator[Any]:
     """Yield the containers in ``value``, recursively, outer containers first."""
-    is_copied = type(value) in _COPIED or (is_dataclass(value) and not isinstance(value, type))
+    # Those of which `fully_shard` makes copies where it casts, or where they hold gradients
+    is_copied = isinstance(value, list | dict | set)
+    is_copied |= is_dataclass(value) and not isinstance(value, type)
     if is_copied:
         yield value
     if is_copied or isinstance(value, tuple):

@@ -31,13 +31,20 @@ _WHOLE = (
     "change unsharded values with parallel2d.apply_full(model, function), or inside "
     "parallel2d.summon_full_params(model, writeback=True, with_grads=True)"
 )
-_UNSUPPORTED = re.compile("sharding strategy registered|require placement changes")
+_UNSUPPORTED = re.compile(
+    "sharding strategy registered|require placement changes|without redistribution|"
+    "Cannot unflatten unevenly|not supported with DTensor"
+)
 _NO_SUBCLASSES = "is not supported for tensor subclasses"
 # Matches torch's errors about operations that `DTensor` does not support
 _SHARDED = re.compile(r"DTensor|[Ss]harding|placement")
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+# Calls that return a tensor in the same memory, of which torch does not know that it is a view, and
+# an attribute of such tensors of copied views
+_SHARING = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
+_COPIED = "_parallel2d_copied"
 # Position of ``inputs``, and attributes that tensors in it must not have: gradients that backward
 # leaves in unsharded parameters are averaged, but the gradients that `grad` returns are not.
 _DIFFERENTIATING: dict[Callable[..., Any], tuple[int, tuple[str, ...]]] = {
@@ -83,7 +90,10 @@ class ScriptMode(TorchFunctionMode):
             for written in _written(name, args, kwargs):
                 if isinstance(written, DTensor):
                     _check_written(name, written)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _SHARING and isinstance(args[0], DTensor) and _is_copied(args[0]):
+                setattr(result, _COPIED, True)
+            return result
         except RuntimeError as error:
             explanation = self._explain(name, error)
             if explanation is None:
@@ -129,6 +139,10 @@ class ScriptMode(TorchFunctionMode):
             return refusal(self.stepping, "fails on sharded parameters")
         if isinstance(error, MixedTensorsError) or _WHOLE in text:
             return None
+        if MIXED in text and (_changes_first(name) or name in _ASSIGNING):
+            return MixedTensorsError(
+                f"{name}() writes a plain tensor to a part of a sharded one: {_WHOLE}"
+            )
         if MIXED in text:
             return MixedTensorsError(
                 f"{name}() got a plain tensor and a sharded parameter, which is unsharded only "
@@ -185,16 +199,25 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Any) -> Iterable[Any]:
     """Return the tensors that a call writes to."""
     if kwargs.get("out") is not None:
         return tree_leaves(kwargs["out"])
-    changes = name.endswith("_") and not name.endswith("__")
-    if not changes and name not in _ASSIGNING:
+    if not (_changes_first(name) or name in _ASSIGNING or kwargs.get("inplace") is True):
         return ()
     # Functions of `torch.nn.init` get the tensor by keyword.
     first = args[0] if args else kwargs.get("tensor")
     return first if isinstance(first, list | tuple) else (first,)
 
 
+def _changes_first(name: str) -> bool:
+    """True if functions with such names write to their first argument."""
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _is_copied(tensor: DTensor) -> bool:
+    """True for a copied view, and for what shares its memory."""
+    return is_copied_view(tensor) or hasattr(tensor, _COPIED)
+
+
 def _check_written(name: str, written: DTensor) -> None:
-    if is_copied_view(written):
+    if _is_copied(written):
         raise RuntimeError(f"{name}() writes to rows or columns of a DTensor: {_WHOLE}")
     if name in _RANDOM and any(map(Placement.is_shard, written.placements)):
         raise RuntimeError(

@@ -144,11 +144,10 @@ class GroupGradients:
             self.group.reduce_late()
             self._has_ended = False
 
-    def complete(self, dtype: torch.dtype | None) -> None:
-        """Mark the gradients as means over all data ranks, and cast them to ``dtype``."""
-        if dtype is not None:
-            for parameter in self.group.trained:
-                parameter.cast_gradient(dtype)
+    def complete(self) -> None:
+        """Mark the gradients as means over all data ranks, and cast them for the optimizer."""
+        for parameter in self.group.trained:
+            parameter.finish_dtype()
         self.state = ReduceState.AVERAGED
 
     def reset(self) -> None:

@@ -78,7 +78,6 @@ class ReplicaReducer:
         mesh: the mesh of parameters.
         groups: in the order of their ends in backward.
         method: synchronization method of the replicate axis.
-        final_dtype: dtype of reduced gradients; None: the accumulation dtype.
         scalars: parameters that are replicated on every rank.
         order: None if no collective runs over the shard axis.
         seed: seed of stochastic rounding.
@@ -91,7 +90,6 @@ class ReplicaReducer:
         groups: Sequence[FSDPGroup],
         method: SyncMethod,
         *,
-        final_dtype: torch.dtype | None,
         scalars: Sequence[ScalarGradient] = (),
         order: IssueOrder | None = None,
         seed: int = 0,
@@ -100,7 +98,6 @@ class ReplicaReducer:
         self.groups = groups
         self.method = method
         self._device_type = mesh.device_type
-        self._final_dtype = final_dtype
         self._scalars = scalars
         self._order = order
         self._has_replicas = mesh_shape(mesh).replicate > 1
@@ -118,7 +115,7 @@ class ReplicaReducer:
         self.buckets: BucketQueue | None = None
         if method.crosses:
             group = own_replicate_group(mesh)
-            replicated = ReplicatedModel(mesh, group, groups, self.keys, final_dtype, hidden)
+            replicated = ReplicatedModel(mesh, group, groups, self.keys, hidden)
             self.updates, reduction_for = method.start(replicated)
             if reduction_for is not None:
                 self.buckets = BucketQueue(
@@ -194,6 +191,9 @@ class ReplicaReducer:
 
     def end_backward(self) -> None:
         """Run at the end of every backward pass."""
+        # Where the next forward is another method than the model's own; see
+        # `GatheredParameters.begin`.
+        torch.clear_autocast_cache()
         for each in self.gradients:
             each.end_backward()
         if any(group.crosses_replicas for group in self.groups):
@@ -229,7 +229,7 @@ class ReplicaReducer:
             self.buckets.finish()
         self._join_streams()
         for each in self.gradients:
-            each.complete(self._final_dtype)
+            each.complete()
         if self.buckets is not None:
             self.buckets.forget_buckets()
         self._state = BatchState.REDUCED

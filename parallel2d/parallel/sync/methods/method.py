@@ -136,7 +136,6 @@ class ReplicatedModel(NamedTuple):
     group: dist.ProcessGroup  # process group of the replicas
     groups: Sequence[FSDPGroup]  # in the order of their ends in backward
     keys: RoundingKeys  # of stochastic rounding
-    gradient_dtype: torch.dtype | None  # of reduced gradients; None: the accumulation dtype
     hidden: Container[str]  # FQNs of the hidden matrices
 
 

@@ -100,11 +100,6 @@ class OwnedParameters(ErrorFeedback):
         # Their rows in the parameters, as of the last exchange or adoption of writes
         self._seen: dict[str, Tensor] = {}
 
-    @property
-    def gradient_dtype(self) -> torch.dtype | None:
-        """Dtype of reduced gradients; None: the accumulation dtype."""
-        return self._model.gradient_dtype
-
     @torch.no_grad()
     def make(self, model: nn.Module) -> None:
         for parameter in self._all():

@@ -14,6 +14,7 @@ exchange. Parameters are sent in 16 bits if gradients have fewer bits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,10 +166,13 @@ class ScatterToOwners(RoundedReduction):
                 mean = form.quantized.mean_of(contributions)
                 # Gradients are views of `mean`, and must not keep the receive buffer alive.
                 is_received = mean.untyped_storage().data_ptr() == received_at
-                mean = mean.to(owners.gradient_dtype or mean.dtype, copy=is_received)
+                dtypes = [parameter.final_dtype.to_real() for parameter in form.parameters]
+                # One cast of all, and a second one where parameters have different dtypes.
+                widest = functools.reduce(torch.promote_types, dtypes)
+                mean = mean.to(widest, copy=is_received)
                 rows = form.quantized.quantizer.values(mean, form.shapes)
-                for parameter, own in zip(form.parameters, rows, strict=True):
-                    owners.take_gradient(parameter, own)
+                for parameter, own, dtype in zip(form.parameters, rows, dtypes, strict=True):
+                    owners.take_gradient(parameter, own.to(dtype))
 
         return [wait]
 
