@@ -235,7 +235,7 @@ def test_loss_denominator_is_detected(name):
         assert tried(loss) == expected
 
 
-def test_a_term_that_the_cross_entropy_hides_must_add_up():
+def test_term_next_to_the_cross_entropy_must_not_depend_on_layout():
     """Routers with small logits are nearly balanced; with weights of zero they are balanced exactly."""
     size = [0.01]
 
@@ -347,8 +347,8 @@ class Small(nn.Module):
         return logits.square().mean()
 
 
-def test_a_loss_of_ones_own_is_computed_in_fp32_in_bf16(ranks, folder):
-    """As with autocast; a loss that cannot be is refused."""
+def test_custom_loss_is_computed_in_fp32_with_bf16(ranks, folder):
+    """Losses are in fp32, as with autocast; a loss without an fp32 form is refused."""
     for way in ("cross_entropy", "by hand"):
         torch.manual_seed(0)
         model = Small(way)

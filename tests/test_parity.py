@@ -1,9 +1,9 @@
 """Main parity tests: losses, gradient norms and weights do not depend on the layout, and equal
 plain PyTorch.
 
-The reference has none of our code in its loop: one process, the full global batch, torch's cross-
-entropy and clipping. Some targets are ignored, unevenly over the sequences, so that a mean of rank
-means would be seen.
+The reference has none of our code in its loop: one process, the full global batch, torch's
+cross-entropy and clipping. Some targets are ignored, unevenly over the sequences, so that a mean of
+rank means would be seen.
 """
 
 import itertools

@@ -132,7 +132,7 @@ def test_report_of_a_folder_covers_its_runs(folder, capsys):
     assert "omitted: " in told.err
     assert "sweep/0/metrics.jsonl: no finished step in it" in told.err
     assert told.out.split() == [str(folder / "report.md")]
-    # Named alone or as the only run it is an error.
+    # The run is an error if it is named directly or is the only run.
     assert command.main([str(folder / "sweep" / "0"), "--markdown"]) == 2
     assert command.main([str(folder / "sweep"), "--markdown"]) == 2
 

@@ -150,7 +150,7 @@ class Cached(InPlace):
 
 
 class Generating(nn.Module):
-    """As models of transformers: blocks fill a cache unless ``use_cache`` is false."""
+    """A model with the cache of transformers: blocks fill it unless ``use_cache`` is false."""
 
     def __init__(self, always=False):
         super().__init__()
@@ -165,7 +165,7 @@ class Generating(nn.Module):
 
 
 class Changed(nn.Sequential):
-    """Changes what its blocks return."""
+    """Modify the outputs of the blocks."""
 
     def forward(self, x):
         for block in self:
@@ -176,8 +176,9 @@ class Changed(nn.Sequential):
 
 
 def _gradients(plain, batch, strategy, casts=(), autocast=False, **config):
-    """The largest relative difference of a gradient to that of one process, after two micro-batches
-    of each of four ranks, and the dtypes of gradients of parameters in fp32."""
+    """Return the largest relative difference of a gradient from one process, after two
+    micro-batches of each of four ranks, and the dtypes of gradients of parameters in fp32.
+    """
     config = ParallelConfig(strategy, **config)
     model = parallelize(copy.deepcopy(plain), _mesh(strategy), config)
     for module in casts:
