@@ -239,7 +239,7 @@ def test_throughput_and_mfu_follow_from_step_time():
     flops = cost(*HYBRID).flops
     assert flops is not None
     assert found.mfu == pytest.approx(flops * 64 / seconds.total / (32 * 989.4e12))
-    half = estimate(*HYBRID, "cluster.device.efficiency=0.1675")
+    half = estimate(*HYBRID, "cluster.device.efficiency=0.183")
     assert half.seconds.compute == pytest.approx(2 * seconds.compute)
 
 

@@ -202,7 +202,7 @@ class _Estimate:
             if part in device.name and compiled == is_compiled and dtype == "bf16":
                 return share, ""
         raise _NotKnownError(
-            f"what share of its peak {device.name} reaches in {dtype} is not known: give "
+            f"the share of its peak that {device.name} reaches in {dtype} is not known: give "
             "cluster.device.efficiency"
         )
 
