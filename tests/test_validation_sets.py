@@ -133,7 +133,7 @@ def test_wrong_validation_set_gives_one_message(folder, entry, problem):
 
 
 def test_wrong_name_of_a_validation_set_gives_one_message(folder):
-    with pytest.raises(ConfigError, match="a set's name has letters, digits"):
+    with pytest.raises(ConfigError, match="a set's name has only letters, digits"):
         data_of(folder, validation={"a/b": {}})
 
 

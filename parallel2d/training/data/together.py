@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
 from parallel2d.base.metering import control_traffic
 from parallel2d.parallel.loss import IGNORED
 from parallel2d.parallel.mesh import group_of, mesh_shape
@@ -65,7 +66,7 @@ def together(
             `parallel2d.cross_entropy_sum` times `parallel2d.token_weight` is exact.
 
     Raises:
-        ConfigError: an unknown ``end``; a rank without any batch while others have some.
+        ConfigError: an unknown ``end``; on all ranks, if a rank has no batch while others have.
     """
     if end not in _ENDS:
         raise ConfigError(f"together: end={end!r} must be longest or shortest")
@@ -76,18 +77,27 @@ def together(
         some, every = agreed.wait()
         if not some or (end == "shortest" and not every):
             return
+        if last is _NOTHING and not every:
+            raise ConfigError(
+                f"together: {_ranks_without(batch is not _NOTHING, mesh)} no batch at all, and "
+                'other ranks have: divide the data so that each rank has one, or use end="shortest"'
+            )
         if batch is _NOTHING:
-            if last is _NOTHING:
-                raise ConfigError(
-                    f"together: rank {dist.get_rank()} has no batch at all, and other ranks have: "
-                    'divide the data so that each rank has one, or use end="shortest"'
-                )
             current = weightless(last)
         else:
             current = last = batch
             batch = next(remaining, _NOTHING)
         agreed = _Agreement(mesh, has_batch=batch is not _NOTHING)
         yield current
+
+
+def _ranks_without(has_batch: bool, mesh: DeviceMesh) -> str:
+    """Return ``rank 1 has`` or the like for the ranks without a batch. Collective."""
+    if mesh.size() != dist.get_world_size():
+        return "a data rank has"
+    found = all_gather(has_batch)
+    ranks = [rank for rank, has in enumerate(found) if not has]
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
 
 
 class _Agreement:
