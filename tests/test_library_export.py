@@ -274,7 +274,7 @@ def test_invalid_tokenizer_is_not_copied(tmp_path, capsys):
     _, checkpoint = drawn_and_saved(tmp_path / "run", "gpt2")
     reseal(Path(checkpoint), lambda told: told["layout"].update(tokenizer={"path": str(secret)}))
     assert convert(checkpoint, tmp_path / "out") == 1
-    assert "is no tokenizer.json" in capsys.readouterr().err
+    assert "is not a tokenizer.json" in capsys.readouterr().err
 
 
 def test_export_peak_memory_is_one_file(tmp_path):
