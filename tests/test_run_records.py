@@ -370,4 +370,4 @@ def test_jobs_of_submitit_return_their_objective(folder):  # noqa: F811
     done = execute(folder, *SWEEP, "hydra/launcher=submitit_local", "optimizer.lr=1e-3,1e-2")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("#")]
-    assert [line[-1] for line in lines] == ["optimizer.lr=0.01", "optimizer.lr=0.001"]
+    assert [line[-2] for line in lines] == ["optimizer.lr=0.01", "optimizer.lr=0.001"]
