@@ -289,7 +289,7 @@ def _before_clipping(put: Put, change: Callable[[Any], None]) -> None:
 
     def changed(self: Any, *arguments: Any) -> Any:
         with torch.no_grad():
-            change(self._subject.model)
+            change(self._checked.model)
         return gather(self, *arguments)
 
     put(checked_steps._CheckedSteps, "_gradients", changed)

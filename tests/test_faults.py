@@ -370,7 +370,7 @@ def test_ranks_ignoring_signals_end_after_a_failure_on_another_node(tmp_path):
         job = cluster.run(whole, launcher="none", cwd=tmp_path)
         assert job.wait(60) == {0: 0, 1: 0}
         logs = [cluster.log_path(node).read_text() for node in (0, 1)]
-    assert sum("ranks of another node have failed; starting again" in log for log in logs) == 1
+    assert sum("ranks of another node have failed; restarting" in log for log in logs) == 1
 
 
 @pytest.mark.soak

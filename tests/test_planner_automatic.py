@@ -111,8 +111,8 @@ def test_a_job_runs_in_the_chosen_layout(folder, launcher):  # noqa: F811
     assert layout["strategy"].startswith("zero")
     assert layout["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1}
     # The command that resumes repeats the requested overrides.
-    (go_on,) = [line for line in done.stderr.splitlines() if line.startswith("go on")]
-    assert " strategy=auto " in go_on
+    (resume,) = [line for line in done.stderr.splitlines() if line.startswith("continue")]
+    assert " strategy=auto " in resume
     more = execute(folder, *words, "train.steps=6", launcher=launcher)
     assert more.returncode == 0, more.stderr
     assert [row["step"] for row in rows(folder / "run")][-1] == 6
