@@ -55,7 +55,7 @@ def together(
     ``end="longest"``: a rank without further batches gets its last one made ``weightless``, until
     the batches of all ranks have ended. ``end="shortest"``: all ranks end with the first one.
 
-    Whether a rank has a next batch is known one batch ahead. Its all-reduce of one number runs on
+    Whether a rank has a next batch is known one batch ahead. Its all-reduce of two numbers runs on
     the host while the step before computes. Collective: every rank of ``mesh`` iterates.
 
     Args:
