@@ -29,7 +29,6 @@ CUDA_ONLY = {
     "training/metrics/phases.py": "snapshots of the allocator",
     "parallel/parallelize/float8.py": "the compute capability",
     "instruments/preflight/verdict.py": "the version of NCCL",
-    "base/replicas/communicators.py": "communicators of NCCL that are reconfigured",
 }
 KINDS = re.compile(r"torch\.(Stream|Event)\(|\bwait_event\(|torch\.cuda\.")
 

@@ -105,6 +105,15 @@ def test_contrastive_loss_gives_weights_of_one_process(ranks, strategy, backward
         assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
 
 
+def gather_over_context_ranks():
+    mesh = build_mesh(MeshSpec(shard=2, context=2), "zero3")
+    return all_gather(torch.tensor([float(data_coordinate(mesh))]), mesh).tolist()
+
+
+def test_context_ranks_share_their_features(ranks):
+    assert ranks.run(4, gather_over_context_ranks) == [[0.0, 1.0]] * 4
+
+
 def gather_unequal():
     mesh = build_mesh(MeshSpec(shard=2), "zero3")
     rows = 1 + data_coordinate(mesh)

@@ -177,7 +177,7 @@ class Changed(nn.Sequential):
 
 def _gradients(plain, batch, strategy, casts=(), autocast=False, **config):
     """Return the largest relative difference of a gradient from one process, after two
-    micro-batches of each of four ranks, and the dtypes of gradients of parameters in fp32.
+    micro-batches of each of four ranks, and the pairs (dtype of a parameter, of its gradient).
     """
     config = ParallelConfig(strategy, **config)
     model = parallelize(copy.deepcopy(plain), _mesh(strategy), config)
@@ -196,8 +196,7 @@ def _gradients(plain, batch, strategy, casts=(), autocast=False, **config):
     for own, updated in zip(plain.parameters(), updated_parameters(model), strict=True):
         error = (updated.grad.full_tensor().double() - own.grad.double()).abs().max()
         worst = max(worst, (error / own.grad.double().abs().max()).item())
-        if own.dtype == torch.float32:
-            dtypes.add(updated.grad.dtype)
+        dtypes.add((own.dtype, updated.grad.dtype))
     optimizer.step()
     return worst, dtypes
 
@@ -250,7 +249,8 @@ def test_dtypes_and_changes_in_place_equal_one_process(ranks, strategy):
     for found, refused in ranks.run(4, _computed_alike, strategy):
         assert found["autocast"][0] < 1e-2
         assert found["fp32 modules"][0] < 1e-2
-        assert found["fp32 modules"][1] == {torch.float32}
+        low, high = torch.bfloat16, torch.float32
+        assert found["fp32 modules"][1] == {(low, low), (high, high)}
         assert found["inputs"][0] < 1e-6
         for mode in ("full", "selective", "full cache", "selective cache"):
             assert found[mode][0] < 1e-12, mode

@@ -91,7 +91,7 @@ def choose_device(local_rank: int) -> torch.device:
         )
     # Read when the allocator starts. Segments that grow keep memory from being split into pieces
     # that no later request fits.
-    if not any(name in os.environ for name in _ALLOCATOR):
+    if kind == "cuda" and not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     device = torch.device(kind, local_rank if count > 1 else 0)
     _module(kind).set_device(device)
@@ -168,8 +168,9 @@ def use_tf32(device_type: str) -> None:
 
 def attention_kernels(device_type: str) -> AbstractContextManager[object]:
     """Choose the first of cuDNN, flash, memory-efficient and math attention that takes a call,
-    inside the context; nothing changes on a CPU."""
-    if device_type == "cpu":
+    inside the context; nothing changes without CUDA."""
+    # Other accelerators have attention kernels that are not in the list.
+    if device_type != "cuda":
         return nullcontext()
     return sdpa_kernel(list(ATTENTION_KERNELS.values()), set_priority=True)
 

@@ -57,6 +57,12 @@ class _Gather(torch.autograd.Function):
         return parts.sum(0, dtype=wide).to(parts.dtype), None
 
 
+def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of ``group`` as [ranks, ...]. Differentiable."""
+    gathered: Tensor = _Gather.apply(own, group)
+    return gathered
+
+
 class _Sum(torch.autograd.Function):
     """An all-reduce of values of slices; each rank gets the total."""
 
@@ -101,8 +107,7 @@ class ContextAxis:
         """Concatenate the slices of all ranks along ``dim``; the inverse of `cut`."""
         if in_parts:
             return self._own_part(self.join(self._all_parts(own, dim), dim), dim)
-        parts: Tensor = _Gather.apply(own, self.group)
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return gather(own, self.group).movedim(0, dim).flatten(dim, dim + 1)
 
     def join_mask(self, own: Tensor, dim: int) -> Tensor:
         """Join slices of a mask; not every backend sends bool."""
@@ -110,8 +115,8 @@ class ContextAxis:
         return self.join(sent, dim % own.ndim).to(own.dtype)
 
     def _all_parts(self, own: Tensor, dim: int) -> Tensor:
-        parts: Tensor = _Gather.apply(own, self.tensor)
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        assert self.tensor is not None
+        return gather(own, self.tensor).movedim(0, dim).flatten(dim, dim + 1)
 
     def _own_part(self, whole: Tensor, dim: int) -> Tensor:
         assert self.tensor is not None

@@ -116,7 +116,7 @@ class RunFacts:
             text += " rounded to TF32" if precision.tf32 else " without TF32"
         backend = f" with {compilation.backend}" if compilation.name != "none" else ""
         text += f", compile {compilation.name}{backend}"
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             return text
         return f"{text}, attention {', '.join(ATTENTION_KERNELS)}"
 

@@ -156,28 +156,35 @@ def _measured(job: JobReturn) -> dict[str, float]:
 
 def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
     """Return the lines of the table, best job first, without the overrides that all jobs share."""
-
-    def place(job: JobReturn) -> float:
-        is_number = isinstance(job.return_value, float) and not math.isnan(job.return_value)
-        return job.return_value if is_number else math.inf
-
-    words = [job.overrides or () for job in jobs]
-    shared = set(words[0]).intersection(*words)
-    measured = [_measured(job) for job in jobs]
+    shared = set(jobs[0].overrides or ()).intersection(*(job.overrides or () for job in jobs))
+    ranked = sorted(jobs, key=_place)
+    measured = [_measured(job) for job in ranked]
     # Columns without a measurement of any job are omitted.
     columns = [name for name in _SHOWN if any(name in each for each in measured)]
     rows = [("job", objective, *columns, "settings", "run directory")]
-    for job in sorted(jobs, key=place):
-        value = "-" if job.return_value is None else "failed"
-        if isinstance(job.return_value, float):
-            value = f"{job.return_value:.6g}"
-        own = " ".join(word for word in job.overrides or () if word not in shared)
-        hydra: Any = job.hydra_cfg
-        run_dir = os.path.relpath(hydra.hydra.runtime.output_dir)
-        found = _measured(job)
-        numbers = [f"{found[name]:.4g}" if name in found else "-" for name in columns]
-        rows.append((f"#{hydra.hydra.job.num}", value, *numbers, own or "-", run_dir))
+    for job, found in zip(ranked, measured, strict=True):
+        rows.append(_row(job, found, columns, shared))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # The last column is not padded: lines have no trailing spaces.
     widths[-1] = 0
     return ["  ".join(map(str.ljust, row, widths)) for row in rows]
+
+
+def _place(job: JobReturn) -> float:
+    """Return the value by which jobs are ranked; jobs without a number come last."""
+    is_number = isinstance(job.return_value, float) and not math.isnan(job.return_value)
+    return job.return_value if is_number else math.inf
+
+
+def _row(
+    job: JobReturn, measured: dict[str, float], columns: Sequence[str], shared: set[str]
+) -> tuple[str, ...]:
+    """Return the cells of one job, with its overrides that are not ``shared``."""
+    value = "-" if job.return_value is None else "failed"
+    if isinstance(job.return_value, float):
+        value = f"{job.return_value:.6g}"
+    numbers = [f"{measured[name]:.4g}" if name in measured else "-" for name in columns]
+    own = " ".join(word for word in job.overrides or () if word not in shared)
+    hydra: Any = job.hydra_cfg
+    run_dir = os.path.relpath(hydra.hydra.runtime.output_dir)
+    return f"#{hydra.hydra.job.num}", value, *numbers, own or "-", run_dir

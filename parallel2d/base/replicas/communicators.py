@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import ReconfigureOptions
 
+from parallel2d.base.device import set_device
+
 _NCCL_CONNECT = timedelta(seconds=60)
 _NCCL_CHANNELS = 8
 _MOST_MADE = 1000  # groups of one process
@@ -164,7 +166,7 @@ class Nccl:
         if self._group is None or self._is_connecting:
             self._group = self._new_group(timeout)
         group, self._is_connecting = self._group, True
-        torch.cuda.set_device(self._device)  # of this thread
+        set_device(self._device)  # of this thread
         store.set(f"handle/{rank}", group.get_reconfigure_handle())
         options = ReconfigureOptions()
         options.handles = [store.get(f"handle/{each}").decode() for each in range(size)]

@@ -78,15 +78,22 @@ def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any
     except (yaml.YAMLError, ConfigError) as error:
         raise ValueError(f"its README: {printable(error)}") from None
     found = settings.get("configs") if isinstance(settings, dict) else None
-    if found and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+    if not found:
+        return []
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise ValueError("its README: configs is not a list of configurations")
-    for configuration in found or []:
-        outward = [str(configuration.get("data_dir", ""))]
-        for patterns in _patterns(configuration).values():
-            outward += patterns
-        for pattern in filter(_leads_out, outward):
-            raise ValueError(f"its README names {printable(pattern)}, which is outside of it")
-    return found or []
+    for configuration in found:
+        _refuse_outside(configuration)
+    return found
+
+
+def _refuse_outside(configuration: dict[Any, Any]) -> None:
+    """Raise ValueError for a pattern of files that leads out of the data set."""
+    named = [str(configuration.get("data_dir", ""))]
+    for patterns in _patterns(configuration).values():
+        named += patterns
+    for pattern in filter(_leads_out, named):
+        raise ValueError(f"its README names {printable(pattern)}, which is outside of it")
 
 
 def _leads_out(pattern: str) -> bool:

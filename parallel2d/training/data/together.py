@@ -14,7 +14,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.metering import control_traffic
 from parallel2d.parallel.loss import IGNORED
-from parallel2d.parallel.mesh import group_of, mesh_shape
+from parallel2d.parallel.mesh import mesh_shape
 
 _ENDS = ("longest", "shortest")
 _TARGETS = ("labels", "targets", "target")  # keys of a batch that is a mapping
@@ -110,7 +110,7 @@ class _Agreement:
         if mesh.size() != dist.get_world_size():
             sizes = mesh_shape(mesh)
             axes = [axis for axis in ("shard", "replicate") if getattr(sizes, axis) > 1]
-            self._groups = [group_of(mesh, axis) for axis in axes]
+            self._groups = [mesh.get_group(axis) for axis in axes]
         self._work: Any = None
         if len(self._groups) == 1:
             self._work = self._reduce(self._groups[0], is_async=True)
