@@ -30,7 +30,6 @@ from parallel2d.launching.shared_job import PUBLISHED
 from parallel2d.training.run_directory.start import has_owner
 
 _LONGEST_PAUSE_S = 60.0  # before a replica starts again
-_STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
 
 
 class Latecomer:
@@ -128,7 +127,11 @@ class LostReplicas:
         self._lives: dict[int, int] = {}
         self.ends_job = self.needs_all = False
         self._silent: set[str] = set()
+        # By local rank, the seconds that it was seen stopped, which only count while this launcher
+        # polls: it may have been stopped together with its ranks.
         self._stopped: dict[int, float] = {}
+        self._polled_at = time.monotonic()
+        self._since_poll_s = 0.0
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
         self.is_late = self._has_begun()
 
@@ -153,6 +156,9 @@ class LostReplicas:
         if not self._has_begun():
             return False
         self._read()
+        now = time.monotonic()
+        self._since_poll_s = min(now - self._polled_at, self._round.heartbeat_interval_s)
+        self._polled_at = now
         self._give_up_silent_nodes()
         if not all(map(self._is_no_end, self._ranks.processes)):
             return False
@@ -256,7 +262,11 @@ class LostReplicas:
             state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state != "T":
             self._stopped.pop(local, None)
-        elif time.monotonic() - self._stopped.setdefault(local, time.monotonic()) > _STOPPED_S:
+            return
+        stopped_s = self._stopped.get(local, 0.0) + self._since_poll_s
+        self._stopped[local] = stopped_s
+        if stopped_s > self._round.heartbeat_timeout_s:
+            self._stopped.pop(local)
             process.close(signal.SIGKILL)
 
     def _start_again(self, number: int) -> None:
