@@ -307,7 +307,7 @@ def _leave(wait_s: float) -> None:
     if dist.is_initialized():
         replicas = current()
         if replicas is not None and replicas.on:
-            if wait_s > 0:
+            if wait_s > 0 and not replicas.has_left:
                 replicas.end()
         elif wait_s > 0 and present_ranks() > 1:
             _await_leaving(timedelta(seconds=wait_s))

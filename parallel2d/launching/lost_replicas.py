@@ -24,7 +24,7 @@ from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, M
 from parallel2d.base.replicas.quorum import LEFT_OUT
 from parallel2d.base.topology import INCARNATION
 from parallel2d.launching.failures import RankFailure
-from parallel2d.launching.node_ranks import NodeRanks
+from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.round import Launcher, Round, State
 from parallel2d.launching.shared_job import PUBLISHED
 from parallel2d.training.run_directory.start import has_owner
@@ -133,6 +133,9 @@ class LostReplicas:
         self._polled_at = time.monotonic()
         self._since_poll_s = 0.0
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
+        # By replica, until when its ranks may end by themselves after it was left out
+        self._ends_by: dict[int, float] = {}
+        self._restarts_by: float | None = None  # until when all ranks may end by themselves
         self.is_late = self._has_begun()
 
     def enter(self) -> dict[int, int]:
@@ -199,6 +202,13 @@ class LostReplicas:
             self._say_dead(self._member(local))
         return True
 
+    def all_must_end(self) -> bool:
+        """True if all ranks restart, and have had the time to end by themselves."""
+        now = time.monotonic()
+        if self._events.restarts and self._restarts_by is None:
+            self._restarts_by = now + GRACE_AFTER_FAILURE_S
+        return self._restarts_by is not None and now > self._restarts_by
+
     @property
     def has_lost(self) -> bool:
         """Whether any replica was lost since all have started."""
@@ -255,6 +265,8 @@ class LostReplicas:
         if not self._is_dead(member):
             post(self._store, "dead", member, self._events.count)
             self._events.dead.add(member)
+            # Its other ranks may wait for the failed one.
+            self._ends_by[member[0]] = 0.0
 
     def _end_if_stopped(self, local: int) -> None:
         process, state = self._ranks.processes[local], ""
@@ -274,13 +286,17 @@ class LostReplicas:
         at first, longer and longer where it is lost again within a minute."""
         numbers = self._ranks.numbers
         mine = [local for local, rank in numbers.items() if rank in self._replicas[number]]
+        now = time.monotonic()
+        ends_by = self._ends_by.setdefault(number, now + GRACE_AFTER_FAILURE_S)
+        if now < ends_by and any(self._ranks.processes[each].poll() is None for each in mine):
+            return
         for local in mine:
             self._ranks.processes[local].close(signal.SIGKILL)
-        now = time.monotonic()
         started = [at for at in self._starts.get(number, ()) if at > now - _LONGEST_PAUSE_S]
         if mine and len(started) > 2 and now < started[-1] + 2.0 ** (len(started) - 2):
             return
         self._starts[number] = [*started, now]
+        self._ends_by.pop(number)
         self._lives[number] += 1
         for local in mine:
             self._ranks.processes[local].wait(10.0)

@@ -8,7 +8,6 @@ in which it gets the state; see [Note: nobody waits for a replica that joins] in
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.exchange import broadcast
 from parallel2d.base.replicas import Quorum, ReplicaLost, absent_ranks
 from parallel2d.base.replicas.events import Member, post
-from parallel2d.base.replicas.quorum import LEFT_OUT
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
@@ -128,9 +126,6 @@ class Membership:
         self._leaving = {number for number, _ in members if told.intersection(ranks[number])}
         if outcome.store_ends or len(members) - len(self._leaving) < self._least:
             self._leaving = set()
-        # The first of its ranks to leave ends the others.
-        if self.replicas.replica in self._leaving:
-            self.replicas.exit_code = self._requeue_exit_code
         return bool(told) and not self._leaving
 
     def before_step(self, feed: BatchFeed) -> None:
@@ -144,7 +139,7 @@ class Membership:
         if self.is_joining:
             return
         if self.replicas.replica in leaving:
-            self.replicas.leave()
+            self.replicas.leave(self._requeue_exit_code)
         if self._has_joined:
             self._say(f"from step {self.trainer.progress.step} on")
         self._has_joined = joins
@@ -311,9 +306,7 @@ class Membership:
         while True:
             replicas.regroup(admit=True, least=self._least)
             if len(replicas.members) < self._least:  # a rank was told to stop meanwhile
-                replicas.exit_code = self._requeue_exit_code
-                replicas.vote(True)  # until all of its ranks know it
-                replicas.leave()
+                replicas.leave(self._requeue_exit_code)
             replicas.synchronized = replicas.epoch
             state = None
             with contextlib.suppress(ReplicaLost):
@@ -322,7 +315,7 @@ class Membership:
                 break
             replicas.give_up()
         if state is None:
-            os._exit(LEFT_OUT)  # there is nothing to go back to: all start again
+            replicas.leave()  # there is nothing to go back to: all restart
         step = state["step"]
         if before > step:
             self.take_roles()  # the rows of these steps stand

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +83,7 @@ class Quorum:
         committed_step: the last step that a custom loop has committed here, for its errors.
         donor: the replica that sends the state to those that have joined.
         begun: the number of collectives that were started across replicas.
-        exit_code: of this rank if the others continue without its replica.
+        has_left: this rank ends by SystemExit; the others continue without its replica.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Quorum:
         self.in_step = self.committed = False
         self.has_state = not life
         self.committed_step: int | None = None
-        self.exit_code = LEFT_OUT
+        self.has_left = False
         self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
         if life:
@@ -254,8 +253,6 @@ class Quorum:
         try:
             while True:
                 if events.read(3600.0):
-                    if self.own in events.dead or events.restarts:
-                        os._exit(self.exit_code)
                     self._check_members()
         except Exception:  # the store is lost, which the next quorum would need
             if not self._ends:
@@ -264,8 +261,13 @@ class Quorum:
     def _check_members(self) -> None:
         with self._lock:
             is_broken = self._events.broken >= self.epoch >= 0
-            if is_broken or self._events.dead.intersection(self.members):
+            if is_broken or self._is_left_out or self._events.dead.intersection(self.members):
                 self.give_up()
+
+    @property
+    def _is_left_out(self) -> bool:
+        """True if the others continue without this replica, or if all ranks restart."""
+        return self.own in self._events.dead or self._events.restarts
 
     def give_up(self) -> None:
         """Abandon all collectives of this quorum."""
@@ -402,10 +404,7 @@ class Quorum:
 
     def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
         """Wait for the record of the next quorum with this replica."""
-        for link in self._links:
-            link.communicator.abort()
-        for link in self._links:
-            link.communicator.drain()
+        self._abort()
         # Nobody hears that this replica is ready for the next quorum before all of its ranks are:
         # others may still read memory of a peer that a reconfiguration frees.
         if self.epoch >= 0:
@@ -419,7 +418,9 @@ class Quorum:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
             except DistStoreError:
                 if self._events.ended:
-                    os._exit(0)  # the others have finished meanwhile
+                    self._end_rank(0)  # the others have finished meanwhile
+                if self._is_left_out:
+                    self._end_rank(LEFT_OUT)
                 if least > 1 and self._events.stopped < old and self.stop_requested():
                     post(self.store, "stop", old, self._events.count)
                 continue
@@ -427,7 +428,7 @@ class Quorum:
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
             if self.has_state:
-                os._exit(LEFT_OUT)
+                self._end_rank(LEFT_OUT)
             number += 1
 
     def _tell(self, old: int, admit: bool) -> None:
@@ -458,7 +459,7 @@ class Quorum:
         )
         record = next_record(told, self._events.joining - self._events.dead, self.needs_all)
         if record is None:
-            os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
+            self._end_rank(LEFT_OUT)  # no replica has the state: all restart from a checkpoint
         is_enough = len(record["members"]) >= least or self._events.stopped >= old
         if record["members"][0] != self.own or not is_enough:
             return
@@ -537,11 +538,29 @@ class Quorum:
 
     # The end
 
-    def leave(self) -> NoReturn:
-        """End this rank. The others continue without its replica."""
+    def leave(self, exit_code: int = LEFT_OUT) -> NoReturn:
+        """End this rank with ``exit_code``. The others continue without its replica. Collective
+        over the ranks of this replica."""
+        self.vote(True)  # until all of them are here
         if self.place == 0 and self.own not in self._events.dead:
             post(self.store, "dead", self.own, self._events.count)
-        os._exit(self.exit_code)
+        self._end_rank(exit_code)
+
+    def _end_rank(self, exit_code: int) -> NoReturn:
+        """End this rank as a Python process ends. No thread of this rank waits for another replica
+        then, because all collectives across replicas have ended. The launcher kills a rank that
+        does not end, such as one whose peer in the replica hangs."""
+        self.give_up()
+        self._abort()
+        self.has_left = True
+        raise SystemExit(exit_code)
+
+    def _abort(self) -> None:
+        """End all collectives in flight across replicas."""
+        for link in self._links:
+            link.communicator.abort()
+        for link in self._links:
+            link.communicator.drain()
 
     def end(self) -> None:
         """The job has ended well: replicas that wait to join end too. Collective."""
