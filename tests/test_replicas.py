@@ -160,8 +160,8 @@ def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
     assert last["replicas/joined"] == 1
     assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
     log = (tmp_path / "run/train.log").read_text()
-    assert "replicas   [1] of 2 are there: " in log
-    assert "replicas   [0, 1] of 2 are there: from step" in log
+    assert "replicas   [1] of 2 are live: " in log
+    assert "replicas   [0, 1] of 2 are live: from step" in log
     text = (tmp_path / "said.txt").read_text()
     assert "Its replica restarts, the others continue" in text
     assert "Traceback" not in text
