@@ -78,3 +78,26 @@ def folder(tmp_path: Path) -> Path:
     lines = [f"{i} times {i} is {i * i}\n" for i in range(12000)]
     (tmp_path / "corpus.txt").write_text("".join(lines))
     return tmp_path
+
+
+# Python imports it at the start of every process of a job.
+INSTALLED = """
+import hanging_communicator
+hanging_communicator.install(hanging_communicator.{})
+"""
+
+
+@pytest.fixture(params=["gloo", "Hanging"])
+def communicator(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """The kind of communicator across replicas, in all jobs that the test starts."""
+    kind: str = request.param
+    if kind != "gloo":
+        folder = tmp_path_factory.mktemp("communicator")
+        (folder / "sitecustomize.py").write_text(INSTALLED.format(kind))
+        places = [str(folder), os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    return kind

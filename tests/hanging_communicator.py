@@ -18,6 +18,10 @@ import torch
 from parallel2d.base.replicas import communicators
 from parallel2d.base.replicas.communicators import Collective, Gloo
 
+# Collectives of gloo that still run after their abort. The destructor of their group would wait for
+# them.
+_RUNNING = []
+
 
 class Hanging(Gloo):
     revokes = False
@@ -89,6 +93,9 @@ class Flight(Collective):
 
     def _end_without_result(self):
         self._is_aborted = True
+        _RUNNING[:] = [each for each in _RUNNING if not each.is_done()]
+        if self._real is not None:
+            _RUNNING.append(self._real)
         for _, target in self._pairs:
             if random.random() < 0.5:  # otherwise a missing result would not be visible
                 values = (

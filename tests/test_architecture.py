@@ -177,9 +177,10 @@ def names_in(path):
 
 ARGUMENT = "From `strategy=zero3` to `fully_shard`"
 GRADIENT = "One gradient, from autograd to the optimizer"
+LOSS = "From a killed rank to the next step"
 
 
-@pytest.mark.parametrize(("title", "most"), [(ARGUMENT, 15), (GRADIENT, 9)])
+@pytest.mark.parametrize(("title", "most"), [(ARGUMENT, 15), (GRADIENT, 9), (LOSS, 14)])
 def test_reading_path_is_short_and_its_files_define_the_named_symbols(title, most):
     steps = way(title)
     assert 0 < len({path for path, _ in steps}) == len(steps) <= most

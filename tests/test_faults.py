@@ -121,13 +121,13 @@ class Disturbed:
 
     def _come_late(self, node: int) -> None:
         """A node that was not there at the start joins, while the other one trains in the same processes."""
-        there = [self.cluster.nodes[1 - node].worker(rank) for rank in range(2)]
+        there = self._ranks(1 - node)
         assert self.nodes_in_use() == 1
         begin = time.monotonic()
         self.job.start(node)
         self._wait_for_both()
         print(f"came late: {time.monotonic() - begin:.1f} s to the second step of both", flush=True)
-        assert there == [self.cluster.nodes[1 - node].worker(rank) for rank in range(2)]
+        assert there == self._ranks(1 - node)
 
     def _recovered(self, begin: float) -> float:
         time.sleep(1.0)  # a row that was being written
@@ -169,6 +169,32 @@ class Disturbed:
         took = self._recovered(begin)
         self._wait_for_both()  # a faster node continued without the other node
         return took
+
+    def _ranks(self, node: int) -> list[int]:
+        return [self.cluster.nodes[node].worker(rank) for rank in range(2)]
+
+    def _pause(self, seconds: float, *, is_short: bool) -> float:
+        """Stop all processes of a node, with its launcher. The heartbeat timeout is 3 s."""
+        node, begin = self.random.randrange(2), time.monotonic()
+        paused, others = self._ranks(node), self._ranks(1 - node)
+        processes = self.cluster.nodes[node].processes()
+        for process in processes:
+            process.suspend()
+        time.sleep(seconds)
+        for process in processes:
+            process.resume()
+        self.job.processes[node].wake()
+        took = self._recovered(begin)
+        self._wait_for_both()
+        assert self._ranks(1 - node) == others, "the other node continues in the same processes"
+        assert (self._ranks(node) == paused) == is_short, "only a lost replica restarts"
+        return took
+
+    def short_pause(self) -> float:
+        return self._pause(1.5, is_short=True)
+
+    def long_pause(self) -> float:
+        return self._pause(self.random.uniform(6, 20), is_short=False)
 
     def _partition(self, seconds: float) -> float:
         begin = time.monotonic()
@@ -331,8 +357,9 @@ def run(
 
 
 @pytest.mark.slow
-def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path):
+def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path, communicator):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
+    faults += ["short_pause", "long_pause"]
     # Node 1 joins late. Only a failed store ends all ranks; one node may find the store again
     # before the other.
     run(tmp_path, [*faults, "launcher_interrupted"], seed=2, starts=3, late=[1])
@@ -374,7 +401,7 @@ def test_ranks_ignoring_signals_end_after_a_failure_on_another_node(tmp_path):
 
 
 @pytest.mark.soak
-def test_split_updates_continue_without_a_node_and_after_it_rejoins(tmp_path):
+def test_split_updates_continue_without_a_node_and_after_it_rejoins(tmp_path, communicator):
     """The other node does not have the full state: it resumes from the newest checkpoint."""
     faults = ["kill_node", "long_partition", "launcher_killed", "launcher_stopped"]
     times = replace(SHORT, between=(2, 6))
@@ -394,18 +421,21 @@ AS_ON_TWO_NODES = ["launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ON_TWO_NODES)
-def test_many_faults_of_methods_that_keep_state(tmp_path, name):
+def test_many_faults_of_methods_that_keep_state(tmp_path, communicator, name):
     method = ON_TWO_NODES[name]
     faults = ["kill_worker", "stop_worker", "short_partition", "long_partition"] * 5
     alone = [*method, *AS_ON_TWO_NODES]
     run(tmp_path, faults, 5, method=method, alone=alone, min_nodes=2)
 
 
-KINDS = "kill_worker,kill_node,stop_worker,short_partition,long_partition"
+KINDS = (
+    "kill_worker,kill_node,stop_worker,short_pause,long_pause,short_partition,long_partition,"
+    "launcher_stopped,launcher_killed"
+)
 
 
 @pytest.mark.soak
-def test_many_faults_at_random_moments(tmp_path):
+def test_many_faults_at_random_moments(tmp_path, communicator):
     each = int(os.environ.get("PARALLEL2D_FAULTS", "20"))
     seed = int(os.environ.get("PARALLEL2D_SEED", str(random.randrange(10**6))))
     print(f"\nPARALLEL2D_SEED={seed}")

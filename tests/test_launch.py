@@ -336,7 +336,7 @@ def job(tmp_path):
             return lambda seconds=30: [each.result(seconds) for each in joined]
 
         def look(holds, launcher):
-            wait_for(lambda: launcher.look() or holds())
+            wait_for(lambda: launcher.poll() or holds())
 
         def launcher(size):
             return stack.enter_context(rounds.Round(at, size, settings))
@@ -380,7 +380,7 @@ def test_node_rank_is_taken_over_and_the_previous_owner_notices(job):
     first, second, third = map(job.launcher, (2, 2, 2))
     job.join(first, second)()
     second.__exit__()
-    job.wait_for(lambda: first.is_silent(second.own.name), first)
+    job.wait_for(lambda: first.has_timed_out(second.own.name), first)
     place = first.state.members.index(second.own)
     job.join(third, late=lambda: third.with_place(place))()
     job.wait_for(lambda: first.takes_part and third.own == first.state.members[place], first)

@@ -34,6 +34,7 @@ from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.open_files import prepare_rank
 from parallel2d.base.replicas import (
+    Quorum,
     current,
     first_rank,
     forget,
@@ -41,7 +42,7 @@ from parallel2d.base.replicas import (
     is_present,
     present_ranks,
 )
-from parallel2d.base.replicas.quorum import Phase
+from parallel2d.base.replicas.states import Phase
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
@@ -263,8 +264,9 @@ def _join(
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
     if together is not None:
-        life = int(os.environ.get(INCARNATION, "0"))
-        init_world(store, rank, size, together, life, timeout, device, replica_backend)
+        incarnation = int(os.environ.get(INCARNATION, "0"))
+        quorum = Quorum(store, rank, together, incarnation, timeout, device, replica_backend)
+        init_world(quorum, size, device.type)
     else:
         backend = devices.backend_for(device.type)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

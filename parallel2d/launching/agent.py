@@ -44,7 +44,8 @@ from parallel2d.base.topology import (
     SHARED_MEMORY,
 )
 from parallel2d.launching.failures import RankFailure, StoreLost, WorkersFailed, first_failure
-from parallel2d.launching.lost_replicas import Latecomer, LostReplicas
+from parallel2d.launching.joining_node import JoiningNode
+from parallel2d.launching.lost_replicas import LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
@@ -182,7 +183,7 @@ class _Node:
     def run(self) -> None:
         """Start the ranks, repeatedly, until the job ends or must end."""
         grace_s = self.workers.settings.grace_s
-        late = Latecomer(self._round, self._rendezvous.store, self.workers.log)
+        late = JoiningNode(self._round, self._rendezvous.store, self.workers.log)
         has_failed = False
         try:
             while True:
@@ -255,7 +256,7 @@ class _Node:
                 return _End.DONE  # before the store is used, which may have ended already
             if any(codes) and not limit:
                 return _End.FAILED
-            self._round.look()
+            self._round.poll()
             if not (self._round.takes_part or self._round.is_open):
                 return _End.WITHOUT_US  # checked before a rank starts under a number given away
             goes_on = bool(limit) and lost.replace()
@@ -311,12 +312,16 @@ class _Node:
             self.workers.log("saving after the running step; Ctrl-C again ends at once")
         while True:
             try:
-                self.ranks.end(number, grace_s)
+                self.ranks.end(number, grace_s, self._post_failed)
                 return stopped
             except Signalled as another:
                 stopped, number = another, another.number
                 if number == signal.SIGINT:
                     number, grace_s = signal.SIGKILL, GRACE_AFTER_FAILURE_S
+
+    def _post_failed(self) -> None:
+        if self.lost is not None:
+            self.lost.post_failed()
 
     def _may_continue(self, failure: RankFailure) -> bool:
         """True if only the failed rank's replica restarts and all others continue."""

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from parallel2d.launching.failures import RankFailure, read_error_file, read_waiting
 from parallel2d.launching.rank_processes import RankProcess, start_rank
@@ -16,6 +16,7 @@ from parallel2d.launching.rank_processes import RankProcess, start_rank
 # Time between SIGTERM and SIGKILL for the other ranks of a node after a failure: a rank that is
 # stopped or stuck does not react to SIGTERM.
 GRACE_AFTER_FAILURE_S = 5.0
+_POLL_S = 0.1
 
 
 class NodeRanks:
@@ -85,15 +86,19 @@ class NodeRanks:
         failed.sort(key=lambda local: local not in first)
         return list(map(self.failure, failed))
 
-    def end(self, number: signal.Signals, grace_s: float) -> None:
+    def end(
+        self, number: signal.Signals, grace_s: float, poll: Callable[[], object] = lambda: None
+    ) -> None:
         """Send the signal to all running ranks, and kill ranks that still run after ``grace_s``
-        seconds."""
+        seconds. ``poll`` is called repeatedly while they run."""
         for sent, seconds in ((number, grace_s), (signal.SIGKILL, GRACE_AFTER_FAILURE_S)):
             running = [each for each in self.processes.values() if each.poll() is None]
             for process in running:
                 process.close(sent)
+            # A process that is blocked in the kernel does not end even when it is killed.
             deadline = time.monotonic() + seconds
-            for process in running:
-                # A process that is blocked in the kernel does not end even when it is killed.
+            while running and time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+                    running[0].wait(_POLL_S)
+                running = [each for each in running if each.poll() is None]
+                poll()

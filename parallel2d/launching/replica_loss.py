@@ -1,5 +1,5 @@
-"""Decides at the start of a job if the others continue after the loss of a replica, and over which
-backend: `choose`. See [Note: replicas that never stop] in `parallel2d.base.replicas`."""
+"""The choice between continuing and restarting after the loss of a replica, made at the start of a
+job: `choose`. See [Note: replicas that never stop] in `parallel2d.base.replicas`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from parallel2d.base.topology import RankIdentity, Topology
 from parallel2d.parallel.mesh_sizes import resolve_mesh
 
 _CHECK = "python -m parallel2d.preflight --self-check --only replica-loss --write CLUSTER.yaml"
-# Values of variables with which NCCL, or torch around it, blocks in calls that must return
+# Variables that make calls of NCCL or torch block that must return at once
 _BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_COMM_BLOCKING": "1"}
 
 
 @dataclass(frozen=True)
 class LossPolicy:
-    """What happens after the loss of a replica.
+    """The reaction to the loss of a replica.
 
     Attributes:
-        continues: the others train on; else all ranks restart.
-        backend: of collectives across replicas, gloo or nccl2.
-        reason: why all ranks restart, to be logged; empty if nobody has asked for anything else.
+        continues: True if the others continue, False if all ranks restart.
+        backend: backend of collectives across replicas, gloo or nccl2.
+        reason: the reason for a restart, to be logged; empty if the job is configured so.
     """
 
     continues: bool
@@ -42,8 +42,8 @@ def choose(
     device_type: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> LossPolicy:
-    """The policy of a job. Raises `ConfigError` for ``launch.on_replica_loss=continue`` where that
-    is not possible."""
+    """Return the policy of a job. Raises `ConfigError` if ``launch.on_replica_loss=continue`` is
+    not possible."""
     wish, device_type = config.launch.on_replica_loss, device_type or accelerator_type()
     starts_again = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if wish == "restart":
@@ -65,8 +65,8 @@ def choose(
 
 
 def _backend(config: TrainConfig, device_type: str) -> tuple[str, bool]:
-    """The backend of ``launch.replica_backend``, and true if training over it is known to continue
-    on this cluster."""
+    """Return the backend of ``launch.replica_backend``, and True if a check on this cluster has
+    passed with it."""
     wish, checked = config.launch.replica_backend, config.cluster.replica_backend
     if wish == "auto":
         wish = "nccl2" if device_type == "cuda" and checked == "nccl2" else "gloo"
@@ -81,7 +81,7 @@ def _limits(
     backend: str,
     environment: Mapping[str, str],
 ) -> Iterator[str]:
-    """Reasons for which no replica can be lost alone."""
+    """Yield the reasons for a restart of all ranks."""
     if not starts_again:
         yield "launch.max_restarts=0 starts no replica again; set launch.max_restarts=3"
     if identity.launcher not in ("self", "nodes"):
@@ -89,10 +89,10 @@ def _limits(
     if not config.replicas_survive:
         yield "this job needs all of its replicas (docs/failures.md says which do not)"
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        # Torch's wrapper around each backend meets all ranks, also lost ones.
+        # With it, every collective of torch waits for all ranks, also for failed ones.
         yield "TORCH_DISTRIBUTED_DEBUG=DETAIL connects all ranks; unset it"
     if "cudagraph" in config.compile.backend:
-        # A graph holds the communicator with which it was captured.
+        # A graph contains the communicator of its capture.
         yield f"compile.backend={config.compile.backend} records communicators in CUDA graphs"
     if backend == "nccl2":
         yield from _limits_of_nccl(config, identity, device_type, environment)
@@ -112,7 +112,7 @@ def _limits_of_nccl(
     groups = resolve_mesh(config, topology).place(topology).flatten(1).T.tolist()
     hosts = [[topology.hosts[rank] for rank in group] for group in groups]
     if any(len(set(each)) < len(each) for each in hosts):
-        # They map each other's memory, which NCCL frees when it revokes a communicator.
+        # They map memory of each other, which NCCL frees when it revokes a communicator.
         yield (
             "several GPUs of one host are in one replicate group, which nccl2 cannot lose one by "
             "one; use launch.replica_backend=gloo, or one replica per node"

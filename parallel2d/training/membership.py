@@ -1,174 +1,78 @@
-"""The quorum of a `Trainer`, step by step: `StepQuorum`; `FixedQuorum` if no replica may fail.
+"""The quorum of a `Trainer` whose replicas may fail, step by step: `StepQuorum`.
 
-The trainer asks two questions in each step. `start_step` forms the quorum and assigns the parts of
-the global batch. `should_commit` tells if all live replicas have the complete step; otherwise the
-trainer repeats it. See [Note: replicas that never stop] in `parallel2d.base.replicas`, and
-[Note: nobody waits for a replica that joins] in `state_transfer`.
+See [Note: replicas that never stop] in `parallel2d.base.replicas`, and [Note: nobody waits for a
+replica that joins] in `state_transfer`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from parallel2d.base.config import LaunchConfig
 from parallel2d.base.exchange import broadcast
 from parallel2d.base.replicas import Quorum, ReplicaLost
 from parallel2d.base.replicas.events import Member, post
-from parallel2d.base.replicas.quorum import ReplicaState
+from parallel2d.base.replicas.states import ReplicaState
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
-from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.data.feed import BatchPlan
+from parallel2d.training.fixed_quorum import Assignment, assign
 from parallel2d.training.metrics import keys
 from parallel2d.training.progress import StepOutcome
 from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender, start_senders
+from parallel2d.training.trainer_parts import TrainerParts
 
-
-@dataclass(frozen=True)
-class Assignment:
-    """The part of this rank in the global batch of a step."""
-
-    current: BatchPlan
-    """Its part of this global batch; of another replica with as many micro-batches if this replica
-    computes nothing."""
-    later: BatchPlan
-    """Its part of all later global batches."""
-    data_ranks: int
-    """Number of data ranks whose gradients are averaged."""
-    computes: bool = True
-    """False if this replica receives the state in this step; its gradients are zeros."""
-    received: Mapping[str, Any] | None = None
-    """The values of `Trainer.shared_state` that this replica has received, to be loaded."""
-    rolled_back: Mapping[str, Any] | None = None
-    """The state of a checkpoint, to be loaded. Its tensors are loaded already."""
-    note: str = ""
-    """A line for the log, after loading."""
-
-
-def assign(
-    plan: BatchPlan, members: Collection[Member], own: Member, shards: int, shard: int
-) -> BatchPlan:
-    """Return the part of one rank in each global batch that ``members`` divide.
-
-    Args:
-        plan: a part of the same global batches.
-        own: the replica of the rank.
-        shards: number of data ranks of a replica.
-        shard: position of the rank among them.
-    """
-    return BatchPlan(
-        global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
-        data_rank=sorted(members).index(own) * shards + shard,
-        data_ranks=len(members) * shards,
-        allow_padding=True,
-    )
-
-
-class FixedQuorum:
-    """The quorum of a job in which no replica may fail: the same in every step."""
-
-    needs_all = False
-
-    def __init__(self, plan: BatchPlan, data_ranks: int) -> None:
-        self._assignment = Assignment(plan, plan, data_ranks)
-
-    @property
-    def plan(self) -> BatchPlan:
-        return self._assignment.later
-
-    def start(self, stop_requested: Callable[[], bool], warm_up: Callable[[], None]) -> None:
-        pass
-
-    def start_step(self) -> Assignment:
-        return self._assignment
-
-    def should_commit(self, status: Tensor) -> bool:
-        return True
-
-    def finish_step(self, outcome: StepOutcome) -> bool:
-        return outcome.preempted
-
-    def repeats_evaluation(self) -> bool:
-        return False
-
-    def lead(self) -> None:
-        pass
-
-    def lose_state(self) -> None:
-        pass
-
-    def metrics(self) -> dict[str, float]:
-        return {}
+_TOTALS = (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S, keys.LEFT_OUT_STEPS)
 
 
 class StepQuorum:
     """The quorum of a job whose replicas may fail. All ranks of a replica make the same calls.
 
     Args:
+        parts: the parts of the trainer.
         quorum: the live replicas.
-        settings: the launch section.
-        plan: the part of this rank in global batches that all replicas divide.
         shared_state: returns `Trainer.shared_state`.
-        on_lead: called on the rank that becomes the leader.
-        log: logs a line on the leader.
+        on_lead: called when this rank becomes the leader.
     """
 
     def __init__(
         self,
+        parts: TrainerParts,
         quorum: Quorum,
-        settings: LaunchConfig,
-        plan: BatchPlan,
-        mesh: DeviceMesh,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        checkpointer: Checkpointer,
         shared_state: Callable[[], dict[str, Any]],
         on_lead: Callable[[], object],
-        log: Callable[[str], None],
     ) -> None:
-        self._quorum, self._plan, self._mesh = quorum, plan, mesh
-        self._model, self._optimizer, self._checkpointer = model, optimizer, checkpointer
-        self._shared_state, self._on_lead, self._log_line = shared_state, on_lead, log
-        self._least = min(settings.min_replicas, len(quorum.ranks))
-        if quorum.needs_all:
-            self._least = len(quorum.ranks)
+        self._quorum, self._shared_state, self._on_lead = quorum, shared_state, on_lead
+        self._model, self._optimizer, self._plan = parts.model, parts.optimizer, parts.plan
+        self._checkpointer, self._recorder = parts.checkpointer, parts.recorder
+        settings, shape = parts.config.launch, mesh_shape(parts.mesh)
+        self._least = len(quorum.ranks)
+        if not quorum.needs_all:
+            self._least = min(settings.min_replicas, self._least)
         self._requeue_exit_code = settings.requeue_exit_code
-        self._shards = mesh_shape(mesh).shard
+        self._shards, self._shard = shape.shard, parts.mesh.get_local_rank("shard")
         # The number of data ranks in the last mean of gradients
-        self._data_ranks = mesh_shape(mesh).data_ranks
+        self._data_ranks = shape.data_ranks
         if not quorum.incarnation:
             self._data_ranks = len(quorum.members) * self._shards
         self._members = set(quorum.members)  # at the last assignment
         self._assigned = self._planned = -1  # epochs of the last assignment and `plan`
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
-        self._buffers = KeptBuffers(model)
+        self._buffers = KeptBuffers(self._model)
         self._leads = not quorum.incarnation and quorum.rank == 0
         self._repeats = False  # the next step is a repetition
         self._joins = False  # a replica waits to join
         self._leaving: set[int] = set()  # replicas that leave before the next step
         self._has_joined = False  # a replica has joined before the last step
-        self._totals = dict.fromkeys(
-            (
-                keys.REPLICAS_JOINED,
-                keys.REPEATED_SAMPLES,
-                keys.REPLICAS_LOST_S,
-                keys.LEFT_OUT_STEPS,
-            ),
-            0.0,
-        )
+        self._totals = dict.fromkeys(_TOTALS, 0.0)
 
     @property
     def needs_all(self) -> bool:
@@ -358,8 +262,7 @@ class StepQuorum:
         self._data_ranks = data_ranks
 
     def _part_among(self, members: Collection[Member], own: Member) -> BatchPlan:
-        shard = self._mesh.get_local_rank("shard")
-        return assign(self._plan, members, own, self._shards, shard)
+        return assign(self._plan, members, own, self._shards, self._shard)
 
     def _roll_back(self) -> tuple[dict[str, Any], str]:
         """Wait for all replicas, and load the state as after a restart; see
@@ -452,4 +355,4 @@ class StepQuorum:
 
     def _log(self, what: str) -> None:
         live = self._quorum.live_replicas
-        self._log_line(f"replicas   {live} of {len(self._quorum.ranks)} are live: {what}")
+        self._recorder.log(f"replicas   {live} of {len(self._quorum.ranks)} are live: {what}")

@@ -33,8 +33,9 @@ from parallel2d.parallel.sync.updates import outer_sync, set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
+from parallel2d.training.fixed_quorum import Assignment, FixedQuorum
 from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
-from parallel2d.training.membership import Assignment, FixedQuorum, StepQuorum
+from parallel2d.training.membership import StepQuorum
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
@@ -80,16 +81,7 @@ class Trainer(TrainerParts):
         self.quorum: FixedQuorum | StepQuorum = FixedQuorum(self.plan, self.data_ranks)
         if self.replicas is not None and len(self.replicas.ranks) > 1:
             self.quorum = StepQuorum(
-                self.replicas,
-                config.launch,
-                self.plan,
-                self.mesh,
-                self.model,
-                self.optimizer,
-                self.checkpointer,
-                self.shared_state,
-                on_lead=lambda: self.take_roles(self),
-                log=recorder.log,
+                self, self.replicas, self.shared_state, lambda: self.take_roles(self)
             )
         view = RunView(
             config=config,

@@ -31,16 +31,14 @@ and all replicas roll back to a checkpoint. No later change is used, complete or
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from parallel2d.base.replicas.quorum import Phase, ReplicaState
 from parallel2d.base.replicas.quorum import Quorum as Quorum
-from parallel2d.base.replicas.quorum import ReplicaLost as ReplicaLost
+from parallel2d.base.replicas.states import Phase, ReplicaState
+from parallel2d.base.replicas.states import ReplicaLost as ReplicaLost
 from parallel2d.base.replicas.world import NAME, AxisOptions, Everyone, create
 
 _current: list[Quorum] = []
@@ -128,38 +126,19 @@ def axis_options() -> AxisOptions | None:
     return AxisOptions() if _current else None
 
 
-def init_world(
-    store: Any,
-    rank: int,
-    size: int,
-    together: int,
-    incarnation: int,
-    timeout: timedelta,
-    device: torch.device,
-    backend: str,
-) -> Quorum:
+def init_world(quorum: Quorum, size: int, device_type: str) -> None:
     """Make `World` the default process group. Collective over the ranks that start together.
-
-    Args:
-        size: number of ranks of all replicas.
-        together: number of ranks that start together: at the start of the job the first ones, later
-            the ranks of a replica.
-        incarnation: restart count of this replica.
-        backend: gloo or nccl2, for tensors on ``device`` across replicas.
-    """
-    quorum = Quorum(store, rank, together, incarnation, timeout, device, backend)
+    ``size``: number of ranks of all replicas."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             NAME,
             lambda given, options: create(_current[0], given, options),
             extended_api=True,
-            devices=sorted({"cpu", device.type}),
+            devices=sorted({"cpu", device_type}),
         )
     _current[:] = [quorum]
-    dist.init_process_group(
-        NAME, store=quorum.own_store, rank=rank, world_size=size, timeout=timeout
-    )
-    return quorum
+    store, rank, timeout = quorum.own_store, quorum.rank, quorum.timeout
+    dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def init_plain_world(replicas: Quorum, backend: str) -> None:

@@ -1,9 +1,9 @@
-"""The process group of one quorum: `Communicator`, and `Gloo`.
+"""The process groups of one quorum: `Communicator`, `Gloo`, `Nccl`.
 
-[Note: nothing waits for another replica] A collective with a dead peer may hang for ever, and gives
-no error. The host never calls a method that waits for it: it polls `Collective.is_done` next to the
-events in the store, and abandons the collective when a replica is lost. This file is the only one
-that calls a backend of torch for groups whose members change.
+[Note: no wait for another replica] A collective with a dead peer may hang without an error.
+Therefore the host never calls a method that waits for a collective: it polls `Collective.is_done`
+and the events in the store, and abandons the collective when a replica is lost. Only this file
+calls the backends of torch for groups with changing members.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Collective:
     """A collective in flight.
 
     Args:
-        work: as torch returns it.
-        kept: the group and the tensors that the collective may still write to.
+        work: the work of torch.
+        kept: the group, and the tensors that the collective may still write to.
     """
 
     def __init__(self, work: dist.Work, *kept: object) -> None:
@@ -42,17 +42,17 @@ class Collective:
         self._kept = kept
 
     def is_done(self) -> bool:
-        """True if it has ended, successfully or not."""
+        """True if the collective has ended, successfully or not."""
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Block until it has ended. Raises RuntimeError for a failure. Only while no replica may be
-        lost."""
+        """Block until the collective has ended. Used only while no replica may fail. Raises
+        RuntimeError after a failure."""
         self._work.wait()
 
     def has_failed(self) -> bool:
-        """True if it has no result. Call it after `is_done` only: before, it may block. An aborted
-        collective is done, and the error of its group is set before that."""
+        """True if the collective has no result. Called after `is_done`, because it may block
+        before. An aborted collective is done, and its error is set before."""
         try:
             self._work.wait()
         except RuntimeError:
@@ -61,38 +61,42 @@ class Collective:
 
 
 class Communicator(Protocol):
-    """A process group whose members are those of the current quorum."""
+    """A process group of the members of the current quorum."""
 
     def connect(
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
     ) -> Any:
-        """Connect to the other members through ``store``, which no other quorum has used. Blocks
-        until all members do so. Called in a thread, which is abandoned once ``stop()``; then
-        nothing may change any more. Returns the argument of `use`. Raises RuntimeError."""
+        """Connect to the other members, and return the argument of `use`. Blocks until all members
+        do so. Called in a thread, which is abandoned once ``stop()`` is true; then it must not
+        change anything. Raises RuntimeError.
+
+        Args:
+            store: a store that no other quorum has used.
+        """
 
     def use(self, connected: Any) -> None:
-        """Start the following collectives among the members of ``connected``."""
+        """Use these members for the following collectives."""
 
     def start(self, name: str, *arguments: Any) -> Collective:
-        """Start the collective ``name`` of torch's backend. Raises RuntimeError, also without
-        members."""
+        """Start a collective by its name in the backend of torch. Raises RuntimeError, also before
+        `use`."""
 
     def abort(self) -> None:
-        """Abandon the collectives in flight. Their tensors may be written to until they end."""
+        """Abandon the collectives in flight, which may write to their tensors until they end."""
 
     def drain(self) -> None:
-        """Return when no abandoned collective reads or writes memory of another member. After
+        """Wait until no abandoned collective accesses memory of another member. Called after
         `abort` of all communicators."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a collective waits for a late member."""
+        """Set the time limit of a collective."""
 
 
 class Gloo:
     """A new gloo group for each quorum.
 
-    Gloo's ``reconfigure`` would be no help: the threads of a group run its abandoned collectives
-    until these time out, before any of the next quorum.
+    ``reconfigure`` of gloo is not used: the threads of a group would run its abandoned collectives
+    until their timeout, and only then the collectives of the next quorum.
     """
 
     def __init__(self) -> None:
@@ -113,11 +117,11 @@ class Gloo:
         return Collective(getattr(group, name)(*arguments), group, arguments)
 
     def abort(self) -> None:
-        # Whoever polls a collective keeps it, and with it the group.
+        # A polled collective keeps its group alive.
         self._group = None
 
     def drain(self) -> None:
-        pass  # its abandoned collectives have sockets of their own
+        pass  # the sockets of abandoned collectives are separate
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._group is not None:
@@ -128,8 +132,8 @@ class _NcclCollective(Collective):
     """A collective of `Nccl`."""
 
     def has_failed(self) -> bool:
-        """The error of the group is set before an aborted collective is done, so that it is read
-        after `is_done`. Only then may a stream wait for the collective."""
+        """NCCL sets the error of the group before an aborted collective is done, so it is read
+        after `is_done`. Only without an error may a stream wait for the collective."""
         group: Any = self._kept[0]
         if group.get_error() != ErrorType.SUCCESS:
             return True
@@ -138,21 +142,22 @@ class _NcclCollective(Collective):
 
 
 class Nccl:
-    """The group of the backend ``nccl2``, revoked when a replica is lost and reconfigured in the
-    next quorum. Its works refer to it, so it is replaced only after a failed connect.
+    """A group of the backend ``nccl2``, which is revoked when a replica is lost, and reconfigured
+    in the next quorum. Works refer to their group, so a new one is created only after a failed
+    connect.
 
     Args:
-        device: of its tensors.
-        store: its keys are those of this communicator in all quorums.
-        identity: a number that no other process and no earlier start of this one has. Torch makes
-            the handle of a member from it.
+        device: device of the tensors.
+        store: the store of this communicator in all quorums.
+        identity: a number that differs for all processes and for all starts of a process. Torch
+            derives the handle of a member from it.
     """
 
     def __init__(self, device: torch.device, store: Any, identity: int) -> None:
         self._device, self._store, self._identity = device, store, identity
         self._made = 0
         self._group: Any = None
-        self._is_connecting = False  # also after a connect that was abandoned or has failed
+        self._is_connecting = False  # stays True after an abandoned or failed connect
         self._connected: Any = None
         self._flying: list[Collective] = []
         self._timeout = timedelta(minutes=10)
@@ -161,7 +166,7 @@ class Nccl:
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
     ) -> Any:
         self._timeout = timeout
-        if size == 1:  # a communicator of one rank would take hundreds of MiB
+        if size == 1:  # an NCCL communicator of one rank takes hundreds of MiB
             return connected_gloo(dist.HashStore(), 0, 1, timeout)
         if self._group is None or self._is_connecting:
             self._group = self._new_group(timeout)
@@ -170,12 +175,12 @@ class Nccl:
         store.set(f"handle/{rank}", group.get_reconfigure_handle())
         options = ReconfigureOptions()
         options.handles = [store.get(f"handle/{each}").decode() for each in range(size)]
-        # One uuid for all members, different from those of other quorums.
+        # A uuid that is equal for all members and was not used by other quorums
         own = int.from_bytes(os.urandom(7), "little")
         options.uuid = int(store.compare_set("uuid", "", str(own)).decode())
         options.timeout = _NCCL_CONNECT
         if stop():
-            raise RuntimeError("a replica was lost meanwhile")
+            raise RuntimeError("a replica was lost")
         group.reconfigure(options).wait()
         return group
 
@@ -206,13 +211,13 @@ class Nccl:
         return collective
 
     def abort(self) -> None:
-        # NCCL wants no other call meanwhile: the training loop only polls.
+        # NCCL allows no other call at the same time; the training loop only polls.
         if self._connected is not None and self._connected is self._group:
             self._group.abort()
         self._connected = None
 
     def drain(self) -> None:
-        # Kernels end once they see the flag that the revocation has set.
+        # The revocation has set a flag that ends the kernels.
         while any(not each.is_done() for each in self._flying):
             time.sleep(_DRAIN_POLL_S)
         self._flying = []
@@ -223,8 +228,7 @@ class Nccl:
             self._connected.set_timeout(timeout)
 
 
-# By the name of the backend: makes the communicator of a device, with the store of the job and an
-# identity, as `Nccl` takes them.
+# Creates a communicator of a backend, from the arguments of `Nccl`.
 BACKENDS: dict[str, Callable[[torch.device, Any, int], Communicator]] = {
     "gloo": lambda device, store, identity: Gloo(),
     "nccl2": Nccl,
@@ -232,16 +236,16 @@ BACKENDS: dict[str, Callable[[torch.device, Any, int], Communicator]] = {
 
 
 def connected_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group that is connected. Blocks until all ``size`` ranks call it."""
-    # A group that connects at the first message can never be freed after an abandoned collective:
-    # gloo waits until its sockets hold no data, and data for that collective is never read.
+    """Return a connected gloo group. Blocks until all ``size`` ranks call it."""
+    # A lazy group could never be freed after an abandoned collective: gloo waits until its sockets
+    # are empty, and no rank reads the data of that collective.
     return _gloo(store, rank, size, timeout, _device())
 
 
 def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group of ranks that are lost together. It connects two ranks at their first message,
-    which keeps the number of descriptors low."""
-    # Groups that share a lazy device do not connect.
+    """Return a gloo group inside a replica. Two ranks connect at their first message, which keeps
+    the number of descriptors low."""
+    # Groups with the same lazy device cannot connect.
     device = ProcessGroupGloo.create_default_device(lazy_init=True)
     return _gloo(store, rank, size, timeout, device)
 
@@ -254,5 +258,5 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> 
 
 @functools.cache
 def _device() -> Any:
-    """The network device of all connected groups: each device has descriptors and a thread."""
+    """Return the network device of all connected groups. Each has descriptors and a thread."""
     return ProcessGroupGloo.create_default_device(lazy_init=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,17 +22,13 @@ from parallel2d.base.replicas.events import Events, post
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.001
 
 
+@dataclass(eq=False)
 class Link:
-    """A communicator across replicas, which connects again in each quorum.
+    """A communicator across replicas, which connects again in each quorum."""
 
-    Args:
-        key: name in the store; equal on its ranks, different from other links.
-        communicator: the communicator of its ranks.
-        timeout: time limit of a collective.
-    """
-
-    def __init__(self, key: str, communicator: Communicator, timeout: timedelta) -> None:
-        self.key, self.communicator, self.timeout = key, communicator, timeout
+    key: str  # name in the store; equal on its ranks, different from other links
+    communicator: Communicator
+    timeout: timedelta  # time limit of a collective
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
@@ -38,23 +36,14 @@ class Link:
 
 
 class Links:
-    """All links of this rank. Their collectives belong to the current quorum.
-
-    Args:
-        store: the store of the job.
-        events: the events in ``store``.
-
-    Attributes:
-        epoch: number of the current quorum; -1 before the first.
-        may_fail: False while a lost rank is an error of all ranks.
-    """
+    """All links of this rank. Their collectives belong to the current quorum."""
 
     def __init__(self, store: Any, events: Events) -> None:
         self._store, self._events = store, events
-        self.epoch, self.may_fail = -1, False
+        self.epoch = -1  # number of the current quorum; -1 before the first
+        self.may_fail = False  # before, a lost rank is an error of all ranks
         self._links: list[Link] = []
-        # Collectives whose tensors may still be written to
-        self._abandoned: list[Collective] = []
+        self._abandoned: list[Collective] = []  # they may still write to their tensors
         self._lost = threading.Event()
 
     @property
@@ -148,17 +137,15 @@ class Links:
         """Return the result of ``connect()``, which blocks until other replicas do the same. None
         if quorum ``epoch`` loses a replica first, or after an exception."""
         found: list[Any] = []
-        done = threading.Event()
 
         def run() -> None:
-            with contextlib.suppress(Exception):  # the result is missing then
+            with contextlib.suppress(Exception):  # None is the result then
                 found.append(connect())
-            done.set()
 
-        threading.Thread(target=run, name="replicas connect", daemon=True).start()
-        if not self._poll(done.is_set, epoch) or not found:
-            return None
-        return found[0]
+        thread = threading.Thread(target=run, name="replicas connect", daemon=True)
+        thread.start()
+        has_ended = self._poll(lambda: not thread.is_alive(), epoch)
+        return found[0] if has_ended and found else None
 
     def pair(
         self, store: Any, rank: int, timeout: timedelta, epoch: int
@@ -166,10 +153,7 @@ class Links:
         """Connect two ranks, 0 and 1. Return a function that sends a tensor from rank 0 to rank 1
         and returns False if quorum ``epoch`` loses a replica first."""
         gloo = Gloo()
-
-        def connect() -> Any:
-            return connected_gloo(store, rank, 2, timeout)
-
+        connect = functools.partial(connected_gloo, store, rank, 2, timeout)
         connected = self.in_thread(connect, epoch) if self.may_fail else connect()
         if connected is None:
             return lambda _: False
@@ -183,18 +167,14 @@ class Links:
         return send
 
 
+@dataclass(eq=False)
 class Hierarchy:
     """All-reduces over all live ranks: inside each replica, across the first ranks of the replicas,
-    and back to the other ranks. All ranks of a replica see the same outcome.
+    and back to the other ranks. All ranks of a replica see the same outcome."""
 
-    Args:
-        links: the links of this rank.
-        inside: group of the ranks of this replica.
-        across: link of the first ranks of the replicas; None on all other ranks.
-    """
-
-    def __init__(self, links: Links, inside: Any, across: Link | None) -> None:
-        self._links, self._inside, self._across = links, inside, across
+    _links: Links
+    _inside: Any  # group of the ranks of this replica
+    _across: Link | None  # of the first ranks of the replicas; None on all other ranks
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._inside.set_timeout(timeout)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,67 +17,24 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.communicators import BACKENDS, lazy_gloo
-from parallel2d.base.replicas.events import (
-    LATEST,
-    ON,
-    RANKS,
-    RECORD,
-    Events,
-    Member,
-    as_text,
-    from_text,
-    next_record,
-    post,
-)
+from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.links import Hierarchy, Link, Links
+from parallel2d.base.replicas.records import Records, as_text, from_text
+from parallel2d.base.replicas.states import LEFT_OUT, Phase, ReplicaLost, ReplicaState
 
-_STATUS = "replicas/at/{}/{}.{}"  # key in the store: the status of a member at the end of a quorum
-LEFT_OUT = 76  # exit code of a rank whose replica is not a member any more
 _RECORD_POLL_S = 0.02
-
-
-class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
-    """A collective across replicas has no result, because a replica failed."""
-
-
-class Phase(enum.Enum):
-    """The phases of a rank of a job whose replicas may fail."""
-
-    STARTING = enum.auto()
-    """The ranks start. A lost rank is an error of all ranks."""
-    BUILDING = enum.auto()
-    """The replicas are known, and the model is built. A lost rank is still an error of all."""
-    BETWEEN_STEPS = enum.auto()
-    """Collectives are repeated until all live ranks have the result."""
-    IN_STEP = enum.auto()
-    """Collectives may have no result; then the step is repeated."""
-    ENDING = enum.auto()
-    """The job is done, or the other replicas continue without this rank, which ends."""
-
-
-class ReplicaState(enum.Enum):
-    """The state of the model and optimizer in this replica."""
-
-    MISSING = enum.auto()
-    RECEIVING = enum.auto()
-    COMPLETE = enum.auto()
 
 
 class Quorum:
     """The live replicas, as this rank knows them. All ranks of a replica make the same calls.
 
     Args:
-        store: the store of the job.
-        rank: the rank of this process.
         together: number of ranks that start together.
-        incarnation: restart count of this replica.
         timeout: time limit of a collective.
-        device: device of tensors that cross replicas.
-        backend: backend for these tensors, a key of `BACKENDS`.
+        device, backend: of tensors that cross replicas; see `BACKENDS`.
 
     Attributes:
-        phase: see `Phase`.
-        state: see `ReplicaState`.
+        incarnation: restart count of this replica.
         needs_all: True if no replica trains without the others.
         ranks: the ranks of each replica; a single replica until `divide`.
         replica: number of the replica of this rank.
@@ -132,6 +88,7 @@ class Quorum:
         self._keys = itertools.count()
         self._lock = threading.Lock()  # of the current epoch and its loss
         self._events = Events(store)
+        self._records = Records(store, self._events)
         self.links = Links(store, self._events)
         self._stop_requested: Callable[[], bool] = lambda: False
 
@@ -167,7 +124,7 @@ class Quorum:
     @property
     def is_divided(self) -> bool:
         """True after `divide`."""
-        return self._hierarchy is not None
+        return self.phase is not Phase.STARTING
 
     @property
     def on(self) -> bool:
@@ -227,13 +184,8 @@ class Quorum:
         return Hierarchy(self.links, inside, across)
 
     def new_link(self, key: str, timeout: timedelta, *, on_device: bool = False) -> Link:
-        """Connect the ranks in this position of each live replica. Collective over them.
-
-        Args:
-            key: name of the link; see `Link`.
-            timeout: time limit of a collective.
-            on_device: True for tensors on the device, False for tensors on CPU.
-        """
+        """Connect the ranks in this position of each live replica, for tensors on CPU or, with
+        ``on_device``, on the device. Collective over them."""
         make = BACKENDS[self._backend if on_device else "gloo"]
         identity = self.incarnation * len(self.ranks) + self.replica
         store = PrefixStore(f"replicas/communicator/{key}", self.store)
@@ -265,15 +217,11 @@ class Quorum:
 
     def start(self, stop_requested: Callable[[], bool] = lambda: False) -> None:
         """Allow replicas to fail from now on. A rejoining replica becomes a member in its first
-        `regroup`. Collective over the ranks that start together.
-
-        Args:
-            stop_requested: True if this rank was asked to save and stop.
-        """
+        `regroup`. Collective over the ranks that start together. ``stop_requested``: True if this
+        rank was asked to save and stop."""
         self._stop_requested = stop_requested
         if not self.incarnation:
-            record = {"members": self.members, "joiners": []}
-            self.store.compare_set(RECORD.format(0), "", json.dumps(record))
+            self._records.write_first(self.members)
             self.links.enter(0)
             if self.rank == self.first_rank:
                 for number in set(range(len(self.ranks))) - set(self.live_replicas):
@@ -281,8 +229,9 @@ class Quorum:
             dist.barrier()
         self.links.may_fail, self.phase = True, Phase.BETWEEN_STEPS
         threading.Thread(target=self._follow, name="replicas", daemon=True).start()
-        is_first_start = not self.incarnation
-        if is_first_start and self.store.add("replicas/started", 1) == len(self.live_ranks):
+        if self.incarnation:
+            return
+        if self.store.add("replicas/started", 1) == len(self.live_ranks):
             self.store.set(LATEST, "0")
             self.store.set(ON, "all" if self.needs_all else "any")
 
@@ -332,20 +281,14 @@ class Quorum:
 
     def is_complete(self, status: Tensor) -> bool:
         """True if the last all-reduce of the step over all ranks has a result on all ranks of this
-        replica, and all ranks had a complete step before it.
-
-        Args:
-            status: its tensor. The first value is the number of ranks that had noticed a failure.
-        """
+        replica, and all ranks had a complete step before it. ``status``: its tensor, with the
+        number of ranks that had noticed a failure as the first value."""
         return self._has_committed and not status[0].item()
 
     def should_commit(self, status: Tensor) -> bool:
         """End a step. False if all live replicas must repeat it, in the quorum that this call has
-        formed. Collective over the ranks of this replica.
-
-        Either all live replicas commit the step or none does. If only other replicas have the
-        result, this call copies it to ``status``. Args: as of `is_complete`.
-        """
+        formed: either all commit the step or none does. If only other replicas have the result,
+        this call copies it to ``status``; see `is_complete`. Collective over this replica."""
         if not self.is_complete(status):
             result = self.regroup(admit=False)
             if result is None:
@@ -449,10 +392,15 @@ class Quorum:
         # ranks of this replica have aborted before it reports that it is ready.
         if self.epoch >= 0:
             self.vote(True)
-        number = old + 1
-        self._publish_status(old, admit)
+        records, number = self._records, old + 1
+        is_writer = self.place == 0 and old >= 0
+        if is_writer:
+            status: dict[str, Any] = {"has_state": self.has_state, "admit": admit}
+            status |= {"agreed": self._agreed, "result": as_text(self._result)}
+            records.publish_status(old, self.own, status)
         while True:
-            self._write_record(old, least)
+            if is_writer and not records.write(old, self.own, self.members, least, self.needs_all):
+                self._end_rank(LEFT_OUT)  # no replica has the state: all ranks restart
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=_RECORD_POLL_S))
             except DistStoreError:
@@ -467,44 +415,8 @@ class Quorum:
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
             if self.has_state:
-                self._end_rank(LEFT_OUT)
+                self._end_rank(LEFT_OUT)  # the others continue without this replica
             number += 1
-
-    def _publish_status(self, old: int, admit: bool) -> None:
-        """Publish the status of this replica at the end of quorum ``old``, if it was a member."""
-        if self.place or old < 0:
-            return
-        if self._events.broken < old:
-            post(self.store, "break", old, self._events.count)
-        status = {
-            "has_state": self.has_state,
-            "agreed": self._agreed,
-            "result": as_text(self._result),
-            "admit": admit,
-        }
-        self.store.set(_STATUS.format(old, *self.own), json.dumps(status))
-
-    def _write_record(self, old: int, least: int) -> None:
-        """Write the next record after all survivors have published their status, if this replica
-        has the longest membership of all survivors with the state."""
-        if self.place or old < 0:
-            return
-        left = [each for each in self.members if each not in self._events.dead]
-        keys = [_STATUS.format(old, *each) for each in left]
-        if not self.store.check(keys):
-            return
-        published: Mapping[Member, Any] = dict(
-            zip(left, map(json.loads, map(self.store.get, keys)), strict=True)
-        )
-        waiting = self._events.joining - self._events.dead
-        record = next_record(published, waiting, self.needs_all)
-        if record is None:
-            self._end_rank(LEFT_OUT)  # all ranks restart from a checkpoint
-        is_enough = len(record["members"]) >= least or self._events.stopped >= old
-        if record["members"][0] != self.own or not is_enough:
-            return
-        self.store.compare_set(RECORD.format(old + 1), "", json.dumps(record))
-        self.store.set(LATEST, str(old + 1))
 
     # Messages between two ranks
 

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import Backend
 
 from parallel2d.base.replicas.communicators import Collective, lazy_gloo
 from parallel2d.base.replicas.links import Link
-from parallel2d.base.replicas.quorum import Phase, Quorum, ReplicaLost
+from parallel2d.base.replicas.quorum import Quorum
+from parallel2d.base.replicas.states import Phase, ReplicaLost
 
 NAME = "replicas"  # name of the backend; torch registers it in upper case too
 
@@ -70,11 +71,18 @@ class _PolledWork(dist.Work):
 
 
 class _LastingBackend(Backend):
-    """A backend whose live members change. ``rank`` and ``size`` include lost replicas."""
+    """A backend with changing members. ``rank`` and ``size`` include lost replicas. ``groups``: the
+    object that communicates."""
 
-    def __init__(self, quorum: Quorum, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, quorum: Quorum, groups: Any, rank: int, size: int, timeout: timedelta
+    ) -> None:
         super().__init__(rank, size)
-        self.quorum, self.timeout = quorum, timeout
+        self.quorum, self.timeout, self._groups = quorum, timeout, groups
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._groups.set_timeout(timeout)
 
     def getBackendName(self) -> str:  # noqa: N802
         return "replicas"
@@ -93,12 +101,8 @@ class Across(_LastingBackend):
     def __init__(
         self, quorum: Quorum, link: Link, rank: int, size: int, timeout: timedelta
     ) -> None:
-        super().__init__(quorum, rank, size, timeout)
+        super().__init__(quorum, link, rank, size, timeout)
         self.link = link
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self.link.set_timeout(timeout)
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         return self._start("allreduce", tensors, opts)
@@ -138,10 +142,6 @@ class World(_LastingBackend):
     Each collective is one all-reduce on CPU; a gather adds rows that are zero on all ranks except
     one. Therefore a lost replica has the same effect on every collective; see `Quorum.agree`.
     """
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self.quorum.set_timeout(timeout)
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         (tensor,) = tensors
@@ -219,16 +219,13 @@ class Everyone(World):
     """
 
     def __init__(self, quorum: Quorum, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(quorum, rank, size, timeout)
+        key = quorum.new_key()
+        hierarchy = quorum.new_hierarchy(key, timeout)
+        super().__init__(quorum, hierarchy, rank, size, timeout)
+        self._key, self._hierarchy = key, hierarchy
         self.epoch: int | None = None
-        self._key = quorum.new_key()
-        self._hierarchy = quorum.new_hierarchy(self._key, timeout)
         # The quorum of the last all-to-all, and its number in this quorum, for keys in the store
         self._exchanges = (-1, 0)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self._hierarchy.set_timeout(timeout)
 
     def all_to_all_single(
         self, received: Any, sent: Any, incoming: Any, outgoing: Any, opts: Any
@@ -236,21 +233,21 @@ class Everyone(World):
         """All-to-all as messages between two ranks, because most ranks have nothing to send."""
         quorum, epoch = self.quorum, self._own_epoch()
         counted, number = self._exchanges
-        self._exchanges = epoch, number + 1 if counted == epoch else 1
-        key = f"{self._key}/{self._exchanges[1]}"
+        number = number + 1 if counted == epoch else 1
+        self._exchanges = epoch, number
+        key = f"{self._key}/{number}"
         live = quorum.live_ranks
-        failures = torch.ones(1)
-        if len(live) == len(incoming):
+        has_failed = len(live) != len(incoming)
+        messages: dict[tuple[int, int], Tensor] = {}
+        if not has_failed:
             messages = _messages(quorum.rank, live, received.split(incoming), sent.split(outgoing))
-            failures.zero_()
-            # In the same order on all ranks, so that no cycle of ranks waits for each other
-            for (source, target), data in sorted(messages.items()):
+        # In the same order on all ranks, so that no cycle of ranks waits for each other
+        for source, target in sorted(messages):
+            if not has_failed:
                 send = quorum.pair(f"{key}/{source}-{target}", source, target, epoch)
-                if not send(data):
-                    failures.fill_(1.0)
-                    break
+                has_failed = not send(messages[source, target])
         # All ranks of a replica must fail together.
-        if self._reduce(lambda: failures).item():
+        if self._reduce(lambda: torch.tensor([float(has_failed)])).item():
             raise ReplicaLost("a replica was lost")
         return _Ended()
 
@@ -272,15 +269,11 @@ class Everyone(World):
 
 
 def create(quorum: Quorum, given: Any, options: Any) -> Any:
-    """Return the backend of a process group, for torch.
-
-    Args:
-        given: the arguments of torch.
-        options: the ``pg_options`` of the group.
-    """
+    """Return the backend of a process group. ``given``: the arguments of torch; ``options``: the
+    ``pg_options`` of the group."""
     ranks, rank = list(given.global_ranks_in_group), given.group_rank
     if not ranks:  # the default group
-        return World(quorum, rank, given.group_size, quorum.timeout)
+        return World(quorum, quorum, rank, given.group_size, quorum.timeout)
     own = quorum.ranks[quorum.replica]
     if not quorum.is_divided or set(ranks) <= set(own):
         return lazy_gloo(given.store, rank, len(ranks), quorum.timeout)

@@ -1,0 +1,92 @@
+"""The records of quorums in the store: `Records`."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel2d.base.replicas.events import LATEST, RECORD, Events, Member, post
+
+_STATUS = "replicas/at/{}/{}.{}"  # key in the store: the status of a member at the end of a quorum
+
+
+@dataclass
+class Records:
+    """Writes the records of quorums. The survivors of a quorum publish their status. The survivor
+    with the state and the longest membership writes the next record."""
+
+    _store: Any
+    _events: Events
+
+    def write_first(self, members: Sequence[Member]) -> None:
+        record = {"members": members, "joiners": []}
+        self._store.compare_set(RECORD.format(0), "", json.dumps(record))
+
+    def publish_status(self, epoch: int, own: Member, status: Mapping[str, Any]) -> None:
+        """Publish the status of replica ``own`` at the end of quorum ``epoch``."""
+        if self._events.broken < epoch:
+            post(self._store, "break", epoch, self._events.count)
+        self._store.set(_STATUS.format(epoch, *own), json.dumps(status))
+
+    def write(
+        self, epoch: int, own: Member, members: Sequence[Member], least: int, needs_all: bool
+    ) -> bool:
+        """Write the next record with at least ``least`` replicas, if all survivors of the
+        ``members`` of quorum ``epoch`` have published their status, and it is the task of replica
+        ``own``. False if no survivor has the state. ``needs_all``: see `next_record`."""
+        left = [each for each in members if each not in self._events.dead]
+        keys = [_STATUS.format(epoch, *each) for each in left]
+        if not self._store.check(keys):
+            return True
+        published = list(map(json.loads, map(self._store.get, keys)))
+        waiting = self._events.joining - self._events.dead
+        record = next_record(dict(zip(left, published, strict=True)), waiting, needs_all)
+        if record is None:
+            return False
+        is_enough = len(record["members"]) >= least or self._events.stopped >= epoch
+        if record["members"][0] == own and is_enough:
+            self._store.compare_set(RECORD.format(epoch + 1), "", json.dumps(record))
+            self._store.set(LATEST, str(epoch + 1))
+        return True
+
+
+def next_record(
+    survivors: Mapping[Member, Mapping[str, Any]], joining: set[Member], needs_all: bool
+) -> dict[str, Any] | None:
+    """Return the record of the next quorum, or None if no survivor has the state.
+
+    Args:
+        survivors: the status of each survivor, from the longest to the shortest membership.
+        joining: the replicas that wait to join.
+        needs_all: True if members need no state, because all of them load a checkpoint.
+    """
+    members = [each for each in survivors if needs_all or survivors[each]["has_state"]]
+    if not members:
+        return None
+    joiners: list[Member] = []
+    if all(survivors[each]["admit"] for each in members):
+        joiners = sorted(joining.difference(members))
+    furthest = max(map(survivors.__getitem__, members), key=lambda status: status["agreed"])
+    return {
+        "members": [*members, *joiners],
+        "joiners": joiners,
+        "agreed": furthest["agreed"],
+        "result": furthest["result"],
+    }
+
+
+def as_text(values: Tensor) -> str:
+    """Return the bytes of a tensor as text."""
+    data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return base64.b64encode(data).decode()
+
+
+def from_text(text: str) -> Tensor:
+    """Return the bytes of the tensor that `as_text` has received."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

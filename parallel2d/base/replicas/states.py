@@ -1,0 +1,29 @@
+"""The states of a rank whose replica may fail: `Phase`, `ReplicaState`; the error `ReplicaLost`."""
+
+from __future__ import annotations
+
+import enum
+
+LEFT_OUT = 76  # exit code of a rank whose replica is not a member any more
+
+
+class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
+    """A collective across replicas has no result, because a replica failed."""
+
+
+class Phase(enum.Enum):
+    """The phases of a rank of a job whose replicas may fail."""
+
+    STARTING = enum.auto()  # until the replicas are known
+    BUILDING = enum.auto()  # a lost rank is still an error of all ranks
+    BETWEEN_STEPS = enum.auto()  # collectives are repeated until all live ranks have the result
+    IN_STEP = enum.auto()  # collectives may have no result; then the step is repeated
+    ENDING = enum.auto()  # the job is done, or the others continue without this rank
+
+
+class ReplicaState(enum.Enum):
+    """The state of the model and optimizer in this replica."""
+
+    MISSING = enum.auto()
+    RECEIVING = enum.auto()
+    COMPLETE = enum.auto()
