@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -78,12 +77,11 @@ def learn_at_first(
     # forward without the others.
     agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
     groups = [group_of(mesh, axis) for axis in agreeing if axis in axis_names(mesh)]
-    device = torch.device(mesh.device_type)
 
     def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if stacks[0].axis.is_learning:
             return
-        with undisturbed(model, device):
+        with undisturbed(model):
             ContextCheck(model, stacks, groups, multiple, compares).run(args, kwargs)
         hook.remove()
         if not compares:
