@@ -273,7 +273,7 @@ class ChunkedHead:
         from something else than the output of this head.
         """
         first, options, like = self._first_tokens(targets, inputs, options)
-        with undisturbed(self.model, targets.device):
+        with undisturbed(self.model):
             output = self.model(*first, **options)
             logits = getattr(output, "logits", output)
             wanted = targets_like(like, logits)

@@ -386,7 +386,7 @@ class SampleText(Hook):
         generator = torch.Generator().manual_seed((run.config.train.seed + step) % 2**63)
         ids = [int(token) for token in loaded.encode([self.prompt])[0]]
         begin = len(ids)
-        with outer_parameters(run.model), undisturbed(run.model, run.device):
+        with outer_parameters(run.model), undisturbed(run.model):
             # All ranks run the same collectives: the number of forwards does not depend on text.
             for _ in range(self.tokens):
                 ids.append(self._next(run, loaded, ids, generator))

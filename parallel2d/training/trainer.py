@@ -282,7 +282,7 @@ class Trainer(TrainerParts):
         feed = BatchFeed(stream, self.quorum.plan, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
-            with undisturbed(self.model, self.device):
+            with undisturbed(self.model):
                 for _ in range(self.config.train.validate_batches):
                     batch = self.take(feed)
                     if batch is None:

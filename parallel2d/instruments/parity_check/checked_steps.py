@@ -108,7 +108,7 @@ class _CheckedSteps:
         records = exchange.gather(record)
         if checked.shape.context > 1:
             # The first forward runs additional forwards, which compare full with split sequences.
-            with undisturbed(checked.model, next(checked.model.parameters()).device):
+            with undisturbed(checked.model):
                 checked.loss_of(checked.model, checked.read(1, record.data_rank)[0])
         self.comparison = StepComparison(checked) if records else None
         if self.comparison is not None:

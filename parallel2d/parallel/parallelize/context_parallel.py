@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -67,8 +66,10 @@ def learn_at_first(
     The hook runs before all other hooks of the model, because it calls the model.
 
     Args:
-        model: the parallelized model. mesh: its mesh. stacks: from `intercept_attention`. compares:
-        True to compare an unsplit forward with a split forward, and to give each rank
+        model: the parallelized model.
+        mesh: its mesh.
+        stacks: from `intercept_attention`.
+        compares: True to compare an unsplit forward with a split forward, and to give each rank
             different random numbers. False for tensors without values.
     """
     if not stacks:
@@ -78,12 +79,11 @@ def learn_at_first(
     # forward without the others.
     agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
     groups = [group_of(mesh, axis) for axis in agreeing if axis in axis_names(mesh)]
-    device = torch.device(mesh.device_type)
 
     def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if stacks[0].axis.is_learning:
             return
-        with undisturbed(model, device):
+        with undisturbed(model):
             ContextCheck(model, stacks, groups, multiple, compares).run(args, kwargs)
         hook.remove()
         if not compares:

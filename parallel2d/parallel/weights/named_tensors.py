@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from parallel2d.base.device import preserve_rng_states
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import fqn_of, join_names, updated_as
 from parallel2d.parallel.weights.optimizer_settings import plain_settings
@@ -102,16 +103,15 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluate ``model`` inside, without gradients and without lasting effects.
 
     Modes and random generators are restored, and unsharded parameters are freed.
     """
     modes = {module: module.training for module in model.modules()}
-    devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), preserve_rng_states():
             yield
     finally:
         for module, mode in modes.items():

@@ -202,7 +202,7 @@ class ModelLoss:
             args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
             self.chunked_head.compare(batch.targets, *args, **named)
         elif context_axis_of(model) is not None:
-            with undisturbed(model, next(model.parameters()).device):
+            with undisturbed(model):
                 self._value(model, batch.inputs, batch.targets, batch.document_ids)
 
     def prepare(self, batch: Batch) -> Batch:
@@ -276,7 +276,7 @@ class ModelLoss:
                 value, is_own = self._value(model, *part)
                 return self._scalar(value) if is_own else None
 
-            with undisturbed(model, device), torch.compiler.set_stance("force_eager"):
+            with undisturbed(model), torch.compiler.set_stance("force_eager"):
                 rule = find_rule(
                     run,
                     batch.targets,
