@@ -416,15 +416,12 @@ class Trainer(TrainerParts):
     def _read_part(self, assignment: Assignment, feed: BatchFeed, *, again: bool) -> StepBatch:
         """Return this rank's part of the global batch; ``feed`` continues with the later ones.
         ``again``: ``feed`` has passed this global batch already."""
-        batch = self.upcoming
-        if not assignment.computes:
-            batch = self._no_batch()
-        elif again or assignment.current.share != feed.plan.share:
-            feed.restart(assignment.current, self.progress.samples)
-            batch = self.take(feed)
-        assert batch is not None, "begin() comes first, and no step after the last"
-        if not assignment.computes or assignment.later.share != feed.plan.share:
-            feed.restart(assignment.later, batch.position)
+        if assignment.computes:
+            prepared = None if again else self.upcoming
+            position = self.progress.samples
+            return feed.part(assignment.current, assignment.later, position, prepared)
+        batch = self._no_batch()
+        feed.restart(assignment.later, batch.position)
         return batch
 
     def _no_batch(self) -> StepBatch:

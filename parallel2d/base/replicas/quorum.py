@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import threading
@@ -152,10 +153,7 @@ class Quorum:
         counts as failed. Called once; later calls must give the same replicas. Collective."""
         if self.is_divided:
             if self.ranks != ranks:
-                raise ConfigError(
-                    "two meshes with different replicas: with setup(replicas=True) all meshes of a "
-                    "process have the same replicas"
-                )
+                raise ConfigError("two meshes with different replicas; use equal sizes for both")
             return
         found = [list(map(int, each)) for each in ranks]
         together = set(self.live_ranks)
@@ -193,9 +191,6 @@ class Quorum:
         link.communicator.use(self._connect(link, self.own_store))
         self.links.add(link)
         return link
-
-    def _connect_again(self, link: Link) -> Any:
-        return self._connect(link, PrefixStore(f"replicas/quorum/{self.epoch}", self.store))
 
     def _connect(self, link: Link, store: Any) -> Any:
         live, epoch = self.live_replicas, self.epoch
@@ -352,14 +347,12 @@ class Quorum:
     # The next quorum
 
     def regroup(self, *, admit: bool, least: int = 1) -> Tensor | None:
-        """Form the next quorum. Collective over the ranks of this replica.
+        """Form the next quorum. Return the result of the last agreement, as bytes, if only other
+        replicas have it. Collective over the ranks of this replica.
 
         Args:
             admit: True to accept the waiting replicas too, if all survivors do so.
             least: number of replicas to wait for, unless a rank is asked to stop.
-
-        Returns:
-            The result of the last agreement as bytes, if only other replicas have it.
         """
         started, agreed, had_state = self._started, self._agreed, self.has_state
         while True:
@@ -371,7 +364,8 @@ class Quorum:
             self._check_members()
             self._started = self._agreed = record["agreed"]
             self._result = from_text(record["result"])
-            if self.vote(self.links.connect(self._connect_again)):
+            store = PrefixStore(f"replicas/quorum/{self.epoch}", self.store)
+            if self.vote(self.links.connect(functools.partial(self._connect, store=store))):
                 break
             self.links.fail(self.epoch)
         self.donor = self.members[0][0]
