@@ -118,6 +118,20 @@ def backend_for(device_type: str) -> str:
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
+def bound_device(device: torch.device) -> torch.device | None:
+    """Return the ``device_id`` for `torch.distributed.init_process_group`; None without NCCL.
+
+    With it NCCL connects the ranks at the start, and makes the groups of a mesh from this
+    connection instead of connecting each group.
+    """
+    if device.type == "cpu" or dist.get_default_backend_for_device(device.type) != "nccl":
+        return None
+    # Asynchronous collectives run on streams of NCCL, which have normal priority by default. Those
+    # of FSDP2 run on its own streams of high priority.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    return device
+
+
 def current_device(device_type: str) -> torch.device:
     """Return the current device of this type, with its index if it has one."""
     if device_type == "cpu":
