@@ -246,6 +246,11 @@ def new_stream(device_type: str) -> torch.Stream:
     return stream
 
 
+def new_copy_stream(device_type: str) -> torch.Stream:
+    """Return a stream for copies between device and host, with normal priority."""
+    return cast(torch.Stream, _module(device_type).Stream())
+
+
 def communication_streams() -> list[torch.Stream]:
     """Return the streams of `new_stream` that are in use; none on CPU."""
     return list(_streams)
@@ -268,6 +273,25 @@ def sent_to(device: torch.device, values: Tensor) -> Tensor:
         return values.to(device)
     # The allocator of pinned memory reuses the copy only after the device has read it.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def host_buffer(size: int, device_type: str) -> Tensor:
+    """Return ``size`` bytes of CPU memory that a device can copy to without a wait of the host.
+
+    `free_host_buffer` must be called before the tensor is freed.
+    """
+    if device_type != "cuda":
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device_type != "cpu")
+    # torch's allocator of pinned memory rounds up to a power of two.
+    buffer = torch.empty(size, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    return buffer
+
+
+def free_host_buffer(buffer: Tensor, device_type: str) -> None:
+    """Unlock the pages of a `host_buffer`."""
+    if device_type == "cuda":
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
 def keep_until_done(tensor: Tensor) -> None:
