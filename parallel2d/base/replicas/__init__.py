@@ -153,15 +153,20 @@ def init_world(
     return quorum
 
 
-def init_plain_world(replicas: Quorum, backend: str) -> None:
+def init_plain_world(replicas: Quorum, backend: str, bound: torch.device | None) -> None:
     """Make a group of torch's own ``backend`` the default process group in the place of `World`.
-    Collective."""
+    ``bound``: its ``device_id``. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     forget()
     store = PrefixStore("plain", replicas.own_store)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=replicas.timeout
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=replicas.timeout,
+        device_id=bound,
     )
 
 
