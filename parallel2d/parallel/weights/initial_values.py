@@ -72,6 +72,7 @@ class InitialWeights:
         self.blueprint = copy.deepcopy(model)
         self.blocks = [name for name, _ in blocks]
         self.init = init
+        self._given: Container[str] = ()
 
     def write(
         self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
@@ -81,6 +82,7 @@ class InitialWeights:
         Tensors with FQNs in ``given`` keep their values. Raises `ConfigError` with the names of all
         other parameters that no initializer sets.
         """
+        self._given = given
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
         here = all_tensors(model)
@@ -181,7 +183,12 @@ class InitialWeights:
                 run(reset)
         # A layer with adapters sets them last, and overwrites the values of its children.
         try:
-            run(adapters.reset_adapter, module, self.blueprint)
+            run(
+                adapters.reset_adapter,
+                module,
+                self.blueprint,
+                lambda key: fqn_of(join_names(name, key)) in self._given,
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

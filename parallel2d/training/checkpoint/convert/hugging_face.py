@@ -328,7 +328,7 @@ def write_adapter(source: Source, folder: str) -> int:
         settings.save_pretrained(folder)
     names = {}
     for name in source.tensors:
-        saved = adapters.saved_name(name.removeprefix("model/"), adapter)
+        saved = adapters.saved_name(name.removeprefix("model/"), adapter, settings.bias)
         if saved is not None:
             names[name] = saved
     if not names:
