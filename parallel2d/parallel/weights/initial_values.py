@@ -86,6 +86,7 @@ class InitialWeights:
         self.blueprint = copy.deepcopy(model)
         self.blocks = [name for name, _ in blocks]
         self.init = init
+        self._given: Container[str] = ()
 
     def write(
         self,
@@ -110,6 +111,7 @@ class InitialWeights:
             ConfigError: parameters that no initializer sets, with their names, and an initializer
                 that failed on another rank.
         """
+        self._given = given
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
         parts, unset = self.parts(model, given)
@@ -291,7 +293,12 @@ class InitialWeights:
                 run(reset)
         # A layer with adapters sets them last, and overwrites the values of its children.
         try:
-            run(adapters.reset_adapter, module, self.blueprint)
+            run(
+                adapters.reset_adapter,
+                module,
+                self.blueprint,
+                lambda key: fqn_of(join_names(name, key)) in self._given,
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
