@@ -178,6 +178,7 @@ def test_wrong_overrides_give_one_clear_message(words, expected, capsys):
     (("launch.nnodes=2",), "needs launch.rdzv_endpoint"),
     (("launch.min_replicas=2", "strategy=hybrid_full"), "launch.min_replicas=2 has no effect here"),
     (("launch.first_step_timeout=1",), "must be at least launch.timeout"),
+    (("launch.heartbeat_timeout_s=0.9",), "must be at least twice launch.heartbeat_interval_s=0.5"),
     (("model.n_heads=128", "model.n_kv_heads=1"), "= 1 must be even"),
     (("model=hf", "model.path=a", "model.architecture=b"), "model=hf needs either"),
     (("model=hf", "model.path=a", "data.intra_document_masking=true"), "take no document ids"),

@@ -41,6 +41,7 @@ from parallel2d.base.replicas import (
     is_present,
     present_ranks,
 )
+from parallel2d.base.replicas.quorum import Phase
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
@@ -315,7 +316,7 @@ def _leave(wait_s: float) -> None:
     if dist.is_initialized():
         replicas = current()
         if replicas is not None and replicas.on:
-            if wait_s > 0:
+            if wait_s > 0 and replicas.phase is not Phase.ENDING:
                 replicas.end()
         elif wait_s > 0 and present_ranks() > 1:
             _await_leaving(timedelta(seconds=wait_s))

@@ -363,6 +363,12 @@ def _nodes(config: TrainConfig) -> _Problems:
         first is not None and first < launch.timeout,
         f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
     )
+    interval, limit = launch.heartbeat_interval_s, launch.heartbeat_timeout_s
+    yield (
+        limit < 2 * interval,
+        f"launch.heartbeat_timeout_s={limit} must be at least twice "
+        f"launch.heartbeat_interval_s={interval}: one late heartbeat is not a failure",
+    )
     yield (
         launch.min_replicas > 1
         and (config.strategy.placement.splits_updates or not config.replicas_survive),
