@@ -183,6 +183,10 @@ def test_wrong_overrides_give_one_clear_message(words, expected, capsys):
     (("model=hf", "model.path=a", "model.architecture=b"), "model=hf needs either"),
     (("model=hf", "model.path=a", "data.intra_document_masking=true"), "take no document ids"),
     (("model=hf", "model.path=a", "model.adapter=[r]"), "must be arguments of peft.LoraConfig"),
+    (
+        ("model=hf", "model.path=a", "model.adapter={use_dora: true}", "bucketing=layer"),
+        "bucketing=layer: use_dora of model.adapter needs bucketing=block",
+    ),
     (("model=custom", "model.target=a:b", "model.tensor_plan={a: colwize}"), "did you mean colwise"),
     (("model=custom", "model.target=a:b", "model.tensor_plan=a"), "or have the form package.module:function"),
     (("optimizer=sgd", "optimizer.implementation=fused"), "use foreach or loop"),

@@ -263,13 +263,21 @@ def _join(
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
+    bound = devices.bound_device(device)
     if together is not None:
         incarnation = int(os.environ.get(INCARNATION, "0"))
         quorum = Quorum(store, rank, together, incarnation, timeout, device, replica_backend)
         init_world(quorum, size, device.type)
     else:
         backend = devices.backend_for(device.type)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=bound,
+        )
     try:
         topology = Topology.gather(host_id).completed(size, identity.nodes)
         _refuse_shared_devices(device, topology)

@@ -173,6 +173,13 @@ def _library_model(config: TrainConfig) -> _Problems:
         "model.adapter needs model.path and model.load_weights=true: weights that are kept",
     )
     yield tensor not in (1, "auto"), f"mesh.tensor={tensor}: model.adapter needs mesh.tensor=1"
+    yield (
+        isinstance(adapter, Mapping)
+        and adapter.get("use_dora")
+        and config.bucketing.name != "block",
+        f"bucketing={config.bucketing.name}: use_dora of model.adapter needs bucketing=block, "
+        "which gathers a layer together with its adapter",
+    )
 
 
 def _tensor_plan(config: TrainConfig) -> _Problems:

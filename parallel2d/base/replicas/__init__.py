@@ -141,14 +141,20 @@ def init_world(quorum: Quorum, size: int, device_type: str) -> None:
     dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def init_plain_world(replicas: Quorum, backend: str) -> None:
-    """Replace `World` by a default process group of torch with this ``backend``. Collective."""
+def init_plain_world(replicas: Quorum, backend: str, bound: torch.device | None) -> None:
+    """Replace `World` by a default process group of torch with this ``backend``. ``bound``: its
+    ``device_id``. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     forget()
     store = PrefixStore("plain", replicas.own_store)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=replicas.timeout
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=replicas.timeout,
+        device_id=bound,
     )
 
 

@@ -42,7 +42,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
 # Dicts that a manifest keeps, and the keys that mark them in JSON. A namedtuple or a defaultdict
 # has more than its items, so it is refused.
-_DICTS = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
+_DICTS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
 _MARKED = {mark: kind for kind, mark in _DICTS.items()}
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 

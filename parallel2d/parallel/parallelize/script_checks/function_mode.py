@@ -231,8 +231,10 @@ def _assigns_to_copy(tensor: DTensor, index: Any) -> bool:
     """True if ``tensor[index] = number`` writes to a copied view, which torch does not report."""
     indices = index if isinstance(index, tuple) else (index,)
     # Other indices do not select a view.
-    is_view = all(isinstance(each, _VIEWING) for each in indices)
-    return is_view and is_copied_view(tensor.detach()[index])
+    if not all(isinstance(each, _VIEWING) for each in indices):
+        return False
+    view: Any = tensor.detach()[index]
+    return is_copied_view(view)
 
 
 class _Thread(threading.local):
