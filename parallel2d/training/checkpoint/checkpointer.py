@@ -129,10 +129,10 @@ class Checkpointer:
                 f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
                 "copies=parallel2d.training.checkpoint.in_memory_checkpoints(config, run_dir, mesh)"
             )
-        self.group = Group.new()
+        self.group = Group.new(mesh)
         # A save in a thread has its own group. The decision of a step needs a second one, because
         # the messages of two collectives that run at the same time on one group would mix.
-        self._votes = Group.new() if config.enabled and config.every_minutes else None
+        self._votes = Group.new(mesh) if config.enabled and config.every_minutes else None
         own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
         if not config.folder:
             with as_config_error("hydra.run.dir"):
