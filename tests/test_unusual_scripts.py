@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -20,10 +21,17 @@ from parallel2d import (
     accumulate,
     attach_optimizer,
     build_mesh,
+    certify,
+    compare_replicas,
     full_state,
+    load_full,
     parallelize,
+    save_full,
+    summon_full_params,
     updated_parameters,
 )
+from parallel2d.config import CheckpointConfig
+from parallel2d.training.checkpoint.checkpointer import Checkpointer
 
 
 class Attention(nn.Module):
@@ -258,6 +266,77 @@ def test_dtypes_and_changes_in_place_equal_one_process(ranks, strategy):
             assert message.startswith(expected)
 
 
+def _two_jobs(folder):
+    """Two models, each on one half of the ranks, which train for different numbers of steps."""
+    rank = dist.get_rank()
+    meshes = [
+        DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+        for ranks in ([[0, 1]], [[2], [3]])
+    ]
+    half = rank // 2
+    mesh, config = meshes[half], ParallelConfig(["zero3", "ddp"][half], precision="fp64")
+    torch.manual_seed(rank)  # the first rank of each half sends its weights
+    model = nn.Sequential(nn.Linear(4, 6 + half), nn.Tanh(), nn.Linear(6 + half, 4)).double()
+    model = parallelize(model, mesh, config, broadcast_from=2 * half)
+    torch.manual_seed(2 * half)
+    plain = nn.Sequential(nn.Linear(4, 6 + half), nn.Tanh(), nn.Linear(6 + half, 4)).double()
+    batch, path = torch.randn(4, 4, dtype=torch.float64), f"{folder}/half{half}"
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (model, plain)]
+
+    def train(trained, optimizer, steps):
+        for _ in range(3 - half if steps is None else steps):
+            optimizer.zero_grad()
+            rows = batch.chunk(2)[rank % 2] if trained is not plain else batch
+            trained(rows).square().mean().backward()
+            optimizer.step()
+
+    def difference(trained):
+        found = full_state(trained, rank0_only=False)["model"]
+        return max((found[name] - each).abs().max() for name, each in plain.state_dict().items())
+
+    train(model, optimizers[0], None)
+    train(plain, optimizers[1], None)
+    state = full_state(model, optimizers[0])
+    saved = Checkpointer(CheckpointConfig(every=1), path, mesh, model, optimizers[0])
+    saved.save_if_due(3, {}, last=True)
+    saved.finish()
+    save_full(f"{path}.pt", model, optimizers[0], half=half)
+    again = parallelize(copy.deepcopy(plain), mesh, config)
+    resumed = torch.optim.AdamW(again.parameters(), 0.01)
+    extra = load_full(f"{path}.pt", again, resumed)
+    step = Checkpointer(CheckpointConfig(), path, mesh, again, resumed).restore()["step"]
+    train(again, resumed, 1)
+    train(plain, optimizers[1], 1)
+    found = [bool(state), extra == {"half": half}, step, difference(again) < 1e-12]
+    compare_replicas(again, mesh)
+    with summon_full_params(again, rank0_only=True), torch.no_grad():
+        if rank == 2 * half:
+            again[0].bias.fill_(half)
+    found.append(full_state(again, rank0_only=False)["model"]["0.bias"].unique().tolist())
+    report = certify(plain, mesh, config, lambda model, x: model(x).square().sum(), batch)
+    found.append(report.passed)
+    torch.manual_seed(rank)
+    refused = []
+    for model, where in ((plain, meshes[1 - half]), (nn.Linear(2, 2), mesh)):
+        with pytest.raises(ConfigError) as error:
+            parallelize(model, where)
+        refused.append(str(error.value)[:54])
+    return found, refused
+
+
+def test_models_on_parts_of_the_ranks_train_save_and_load(ranks, tmp_path):
+    for rank, (found, refused) in enumerate(ranks.run(4, _two_jobs, str(tmp_path))):
+        half = rank // 2
+        assert found == [rank % 2 == 0, True, 3, True, [half], True]
+        other = [[2, 3], [0, 1]][half]
+        assert refused[0].startswith(
+            f"rank {rank} is not in the mesh, which has ranks {other}"[:54]
+        )
+        assert refused[1].startswith(
+            f"ranks [{2 * half + 1}] hold different weights than rank {2 * half}"
+        )
+
+
 class Saving(nn.Sequential):
     module: nn.Module
 
@@ -284,6 +363,18 @@ def _refused():
         plain.register_buffer("edges", torch.eye(4).to_sparse())
         parallelize(plain, mesh, broadcast_from=0)
 
+    def keep_view(read):
+        kept = []
+
+        def hook(module, _):
+            kept.append(module.weight.view(-1)[1:9])
+            handle.remove()  # attributes of the module are checked after forward
+
+        handle = model[0].register_forward_pre_hook(hook)
+        model(x).sum().backward()
+        assert (kept[0].shape, kept[0].detach().dtype) == ((8,), torch.float32)
+        read(kept[0])
+
     model, x = build(), torch.ones(2, 4)
     with model.no_sync():
         model(x).sum().backward()
@@ -303,6 +394,8 @@ def _refused():
         lambda: model.double(),
         lambda: model.save_pretrained("folder"),
         lambda: model.module,
+        lambda: keep_view(lambda view: torch.cat([x[0], view])),
+        lambda: keep_view(Tensor.tolist),
     ):
         with pytest.raises((RuntimeError, ConfigError, AttributeError)) as error:
             call()
@@ -319,6 +412,8 @@ TOLD = (
     r"model.to\(torch.float64\).*updated in torch.float32.*ParallelConfig",
     r"save_pretrained\(...\) .*full_state.*checkpoint convert",
     r"parallelize\(...\) returns the model itself",
+    r"cat\(\) reads a view of the unsharded 0.weight that was kept after its block",
+    r"tolist\(\) reads a view of the unsharded 0.weight that was kept after its block",
 )
 
 

@@ -134,7 +134,7 @@ OTHER_MODELS = (
     ("order", {}, "the same in another order"),
     ("meta", {"broadcast_from": 1}, ("broadcast_from=1: that rank has no values for "
                                     "layers.0.0.weight, layers.0.0.bias")),
-    (None, {"broadcast_from": 2}, "broadcast_from=2 is not a rank: use 0 to 1"),
+    (None, {"broadcast_from": 2}, "broadcast_from=2 is not a rank of the mesh: use 0 to 1"),
 )  # fmt: skip
 
 

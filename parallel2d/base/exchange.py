@@ -17,7 +17,8 @@ import mmap
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,6 +52,39 @@ def meet(point: str) -> None:
         _meeting(point)
 
 
+_members: ContextVar[dist.ProcessGroup | None] = ContextVar("members", default=None)
+
+
+@contextlib.contextmanager
+def among(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Run the exchanges of all ranks inside over the ranks of ``group``, in this thread. None
+    changes nothing."""
+    token = _members.set(group or _members.get())
+    try:
+        yield
+    finally:
+        _members.reset(token)
+
+
+def group_of_members() -> dist.ProcessGroup | None:
+    """Return the group of `among`; None for all ranks."""
+    return _members.get()
+
+
+def members() -> list[int]:
+    """Return the global ranks that `all_gather` asks, in the order of its values."""
+    return dist.get_process_group_ranks(_members.get() or dist.group.WORLD)
+
+
+def leader(group: dist.ProcessGroup | None = None) -> int:
+    """Return the global rank that speaks for ``group``: its first one, or the first live rank if
+    it has all ranks. Default: the ranks of `among`."""
+    group = group or _members.get()
+    if group is None or group.size() == dist.get_world_size():
+        return first_rank()
+    return dist.get_global_rank(group, 0)
+
+
 def sendable(kind: _Class) -> _Class:
     """Class decorator that registers a dataclass, a named tuple or an exception with one text for
     sending."""
@@ -73,7 +107,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = 
     ranks get an empty list."""
     # A ring of all ranks: `dist.gather` would open a connection from each rank to this one.
     received = _received(value, group)
-    if dist.get_rank() != (first_rank() if to is None else to):
+    if dist.get_rank() != (leader(group) if to is None else to):
         return []
     return _decoded(received)
 
@@ -81,7 +115,8 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = 
 def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank ``source`` (default: the first). Collective. Raises TypeError for a
     value of another type."""
-    source = first_rank() if source is None else source
+    group = group or _members.get()
+    source = leader(group) if source is None else source
     device = _device(group)
     # Receivers need the size to allocate the buffer for the data.
     if dist.get_rank() == source:
@@ -109,6 +144,7 @@ def decode(text: str | bytes) -> Any:
 @control_traffic()
 def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the encoded values of all ranks, by rank. Collective."""
+    group = group or _members.get()
     device = _device(group)
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
@@ -261,10 +297,10 @@ def check_shared(folder: str) -> None:
     # A new name, so that no file of an earlier start is mistaken for rank 0's file.
     name = broadcast(uuid.uuid4().hex)
     path = os.path.join(folder, f".shared-{name}")
-    is_first = dist.get_rank() == first_rank()
+    is_first = dist.get_rank() == leader()
     if is_first:
         open(path, "w").close()
-    dist.barrier()
+    dist.barrier(_members.get())
     try:
         _refuse_where(
             not os.path.exists(path),

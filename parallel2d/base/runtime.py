@@ -365,12 +365,18 @@ def release_groups() -> None:
     gc.collect()
 
 
-def patient_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for work that waits for disks: `limit_waiting` does not change
-    its ``timeout``. Collective."""
+def patient_group(timeout: timedelta, part: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Make a gloo group of all ranks, or those of ``part``, for work that waits for disks:
+    `limit_waiting` does not change its ``timeout``. Collective."""
     # Where replicas may be lost, only the default backend makes a group that outlives them.
     backend = None if current() is not None else "gloo"
-    group = dist.new_group(backend=backend, timeout=timeout)
+    # The ranks outside of a part do not know of it.
+    group = dist.new_group(
+        None if part is None else dist.get_process_group_ranks(part),
+        backend=backend,
+        timeout=timeout,
+        use_local_synchronization=part is not None,
+    )
     assert isinstance(group, dist.ProcessGroup)  # every rank is a member
     _patient.add(group)
     return group

@@ -140,14 +140,18 @@ class Topology:
     def gather(cls, host_id: str | None = None) -> Topology:
         """Return the topology of the default process group, gathered from its ranks. Collective.
 
+        Inside `exchange.among` only its ranks take part, and the others have no host.
+
         Args:
             host_id: identity of the host of this rank, equal for two ranks if and only if traffic
                 between them stays inside one machine. Default: host name and network namespace.
                 Containers and namespaces on one kernel count as different hosts, as their traffic
                 does. The boot id is not used, because they share it.
         """
-        # Imported here because it imports torch, which a launcher does not need.
-        from parallel2d.base.exchange import all_gather
+        # Imported here because they import torch, which a launcher does not need.
+        import torch.distributed as dist
+
+        from parallel2d.base.exchange import all_gather, members
         from parallel2d.base.replicas import current
 
         replicas = current()
@@ -159,7 +163,11 @@ class Topology:
             with contextlib.suppress(OSError):
                 namespace = os.stat("/proc/self/ns/net").st_ino
             host_id = f"{socket.gethostname()}/{namespace}"
-        return cls(tuple(all_gather(host_id)))
+        found, ranks = all_gather(host_id), members()
+        if len(ranks) == dist.get_world_size():
+            return cls(tuple(found))
+        hosts = dict(zip(ranks, found, strict=True))
+        return cls(tuple(hosts.get(rank, "") for rank in range(dist.get_world_size())))
 
     def completed(self, world_size: int, nodes: int) -> Topology:
         """Return the topology with the missing ranks, on additional hosts. ``nodes``: the number of
@@ -186,7 +194,8 @@ class Topology:
         """Host -> its ranks in ascending order. Hosts are in the order of their first ranks."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(rank)
+            if host:
+                found.setdefault(host, []).append(rank)
         return found
 
     def describe(self) -> str:

@@ -37,7 +37,7 @@ from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import class_name, find_blocks, fqn_of
-from parallel2d.parallel.weights.named_tensors import reshard, undisturbed
+from parallel2d.parallel.weights.named_tensors import part_of, reshard, undisturbed
 
 _COMPARED = 480  # compared tokens of the first batch; a multiple of usual sizes of the tensor axis
 
@@ -291,7 +291,7 @@ class ChunkedHead:
         if not bool(plain.isfinite()):
             difference.zero_()  # the weights are broken; the training step reports it
         if dist.is_initialized():
-            dist.all_reduce(difference, dist.ReduceOp.MAX)
+            dist.all_reduce(difference, dist.ReduceOp.MAX, part_of(self.model))
         if difference.item() > loss_bound(dtype):
             raise ConfigError(
                 f"the loss in chunks (train.loss_chunk) differs from the plain loss by "

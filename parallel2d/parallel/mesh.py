@@ -234,22 +234,42 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
     return MeshShape.from_sizes(dict(zip(names, mesh.shape, strict=True)))
 
 
+_part_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return a process group of the ranks of ``mesh``; None if these are all ranks, as in nearly
+    all jobs. The first call is collective over the mesh."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    known = _part_groups.get(ranks)
+    # The groups of an earlier world are gone.
+    if known is None or known not in dist.distributed_c10d._world.pg_map:
+        # Ranks outside of the mesh take no part, and do not know of it.
+        new = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh")
+        assert isinstance(new, dist.ProcessGroup)  # this rank is a member
+        inherit_timeout(new, mesh.device_type)
+        known = _part_groups[ranks] = new
+    return known
+
+
+def is_first_of(mesh: DeviceMesh) -> bool:
+    """Return True on the first rank of ``mesh``, which logs for all."""
+    return dist.get_rank() == int(mesh.mesh.min())
+
+
 def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Sum ``value`` (floating point) in place over the replicate and shard axes. Collective.
 
-    Context and tensor ranks hold equal values, not parts. If the mesh is the whole world, as in
-    nearly all jobs, one all-reduce suffices and the duplicates are divided out.
+    Context and tensor ranks hold equal values, not parts: the duplicates are divided out of one
+    all-reduce over all ranks of the mesh.
     """
     shape = mesh_shape(mesh)
-    if mesh.size() == dist.get_world_size():
-        with control_traffic():
-            dist.all_reduce(value)
-        # Every data rank was counted once per rank that shares its data.
-        return value.div_(shape.context * shape.tensor)
-    for axis in ("shard", "replicate"):
-        if getattr(shape, axis) > 1:
-            dist.all_reduce(value, group=mesh.get_group(axis))
-    return value
+    with control_traffic():
+        dist.all_reduce(value, group=part_group(mesh))
+    # Every data rank was counted once per rank that shares its data.
+    return value.div_(shape.context * shape.tensor)
 
 
 def live_data_ranks(mesh: DeviceMesh) -> int:
@@ -267,6 +287,12 @@ def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
 def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
     """Return the ranks of ``mesh`` as int64 [replicate, shard, context, tensor]."""
     return mesh.mesh.reshape(tuple(mesh_shape(mesh).sizes.values()))
+
+
+def positions_in(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the position of each rank among the ranks of ``mesh``, in its shape: the ranks
+    themselves if these are all ranks."""
+    return mesh.mesh.flatten().argsort().argsort().reshape(mesh.mesh.shape)
 
 
 def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:

@@ -181,22 +181,22 @@ class _CheckedSteps:
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Gather the unsharded ``tensors`` on rank 0, separately for each replica that differs. The
-        order of ``tensors`` is the same on all ranks."""
+        """Gather the unsharded ``tensors`` on the first rank, separately for each replica that
+        differs. The order of ``tensors`` is the same on all ranks."""
         log, self._meter.log = self._meter.log, None
-        rank = dist.get_rank()
+        rank, first = dist.get_rank(), exchange.leader()
         replicas = 1 if self._outer is None else self._checked.shape.replicate
         leaders = self._checked.mesh.mesh.reshape(replicas, -1)[:, 0].tolist()
         found: list[dict[str, Tensor]] = [{} for _ in leaders]
         for name, tensor in tensors.items():
             own = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if rank == 0:
+            if rank == first:
                 # The next update must not change the result.
                 found[0][name] = own.detach().clone()
             for replica, leader in enumerate(leaders[1:], 1):
                 if rank == leader:
-                    c10d.send(own.contiguous(), dst=0)
-                elif rank == 0:
+                    c10d.send(own.contiguous(), dst=first)
+                elif rank == first:
                     found[replica][name] = torch.empty_like(own)
                     c10d.recv(found[replica][name], src=leader)
         self._meter.log = log

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from parallel2d.base.exchange import sendable
 from parallel2d.instruments.parity_check.parity_report import Discrepancy
 from parallel2d.instruments.parity_check.reference_run import CheckedRun
-from parallel2d.parallel.mesh import axis_names, ranks_of
+from parallel2d.parallel.mesh import axis_names, positions_in, ranks_of
 from parallel2d.parallel.mesh_sizes import groups_along
 from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.training.metrics.communication import LoggedCollective
@@ -39,7 +39,8 @@ class CollectiveAudit:
             logs = [[each for each in log if each.axis == axis] for log in ranks]
             if predictable and self._checked.method.replicas_equal:
                 found += self._other_bytes(step, axis, logs)
-            for group in groups_along(ranks_of(mesh), axis).tolist():
+            positions = positions_in(mesh).reshape(ranks_of(mesh).shape)
+            for group in groups_along(positions, axis).tolist():
                 for rank in group[1:]:
                     found += _other_order(step, axis, (group[0], rank), logs)
         return found

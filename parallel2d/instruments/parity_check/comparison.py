@@ -27,7 +27,7 @@ from parallel2d.instruments.parity_check.reference_run import (
     Tensors,
     size_of,
 )
-from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.mesh import axis_names, positions_in
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.parallel.weights.geometry import Region
@@ -114,7 +114,8 @@ class StepComparison:
 
     def __init__(self, checked: CheckedRun) -> None:
         self._checked = checked
-        self._ranks = checked.mesh.mesh
+        # The records have the ranks of the mesh only.
+        self._ranks = positions_in(checked.mesh)
         self._axes = axis_names(checked.mesh)
         self._bounds = Bounds(checked)
         self._audit = CollectiveAudit(checked)

@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel2d.base.config import OptimizerConfig, ParallelConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import among
 from parallel2d.instruments.parity_check.checked_steps import certify_steps, choose_steps
 from parallel2d.instruments.parity_check.parity_report import ParityReport
 from parallel2d.instruments.parity_check.reference_run import CheckedRun
 from parallel2d.parallel.cost.traffic import predicted_bytes
-from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh import mesh_shape, part_group
 from parallel2d.parallel.parallelize import parallelize
 from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.parallel.weights.initial_values import Initializer
@@ -38,8 +39,8 @@ def certify(
     tensor_plan: Mapping[str, object] | None = None,
 ) -> ParityReport:
     """Train some steps on ``mesh`` and compare them with a reference run in one process.
-    Collective; the report is the same on every rank. Afterwards the random generators are reset to
-    torch's seed.
+    Collective; the report is the same on every rank, and numbers the ranks of ``mesh`` from 0.
+    Afterwards the random generators are reset to torch's seed.
 
     Args:
         model: the plain model, with real weights or on meta. It is not changed; copies are trained.
@@ -89,7 +90,8 @@ def certify(
         weights=None,
         notes=notes,
     )
-    return certify_steps(checked, CommunicationMeter(mesh), steps)
+    with among(part_group(mesh)):
+        return certify_steps(checked, CommunicationMeter(mesh), steps)
 
 
 def _samples(batch: Any) -> int:

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import among
 from parallel2d.base.topology import Topology
-from parallel2d.parallel.mesh import mesh_shape, sharding_mesh
+from parallel2d.parallel.mesh import mesh_shape, part_group, sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
@@ -122,17 +123,20 @@ def parallelize(
     """
     check_arguments(model, mesh, config)
     config = config or ParallelConfig()
-    topology = topology or Topology.gather()
-    check(model, mesh, config, topology)
     # Scripts choose parameter groups by attributes of parameters, and sharding replaces the
     # parameters below.
     attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
-    source = WeightSource(model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights)
-    # After `WeightSource`: when one rank broadcasts, it also ties on all ranks the parameters that
-    # are tied on the source rank, and the layout depends on these ties.
-    shape = mesh_shape(mesh)
-    layout = resolve(config, shape, model, mesh=mesh, tensor_plan=tensor_plan, ignored=ignored)
-    apply_layout(layout, model, mesh, source, topology, seed or 0)
+    with among(part_group(mesh)):
+        topology = topology or Topology.gather()
+        check(model, mesh, config, topology)
+        source = WeightSource(
+            model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights
+        )
+        # After `WeightSource`: when one rank broadcasts, it also ties on all ranks the parameters
+        # that are tied on the source rank, and the layout depends on these ties.
+        shape = mesh_shape(mesh)
+        layout = resolve(config, shape, model, mesh=mesh, tensor_plan=tensor_plan, ignored=ignored)
+        apply_layout(layout, model, mesh, source, topology, seed or 0)
     for name, parameter in model.named_parameters():
         kept = attributes.get(fqn_of(name), {})
         vars(parameter).update(kept | vars(parameter))

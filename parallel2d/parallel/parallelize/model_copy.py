@@ -14,12 +14,18 @@ import torch
 from torch import nn
 
 from parallel2d.base.errors import ConfigError, first_five
+from parallel2d.base.exchange import among
 from parallel2d.parallel.model_structure import fqn_of, without_storage
 from parallel2d.parallel.parallelize.running_statistics import take_over_statistics
 from parallel2d.parallel.sync.ema import trained_values, update_ema
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.geometry import local_part
-from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name, reshard
+from parallel2d.parallel.weights.named_tensors import (
+    all_tensors,
+    parameters_by_name,
+    part_of,
+    reshard,
+)
 from parallel2d.parallel.weights.source import WeightSource
 
 DEEPCOPY = "__deepcopy__"  # attribute of the model under which `copy.deepcopy` finds its `copier`
@@ -66,10 +72,13 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
         for name, parameter in parameters_by_name(twin).items():
             # Before the transforms, which allocate training memory for trained parameters only.
             parameter.requires_grad_(name in trained and not frozen)
-        # All tensors are given. A constructor must not draw values, because a copy may be made on
-        # some ranks only.
-        source = WeightSource(twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give)
-        transforms(twin, source)
+        with among(part_of(model)):
+            # All tensors are given. A constructor must not draw values, because a copy may be made
+            # on some ranks only.
+            source = WeightSource(
+                twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give
+            )
+            transforms(twin, source)
         take_over_statistics(twin, model)
         modes = {fqn_of(name): module.training for name, module in model.named_modules()}
         for name, module in twin.named_modules():

@@ -22,7 +22,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, storage_of
-from parallel2d.parallel.mesh import axis_names, has_cpu_backend, ranks_of
+from parallel2d.parallel.mesh import axis_names, has_cpu_backend, mesh_shape, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
 from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
 from parallel2d.parallel.parallelize.float8 import check_float8
@@ -70,6 +70,16 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
             f"{mesh!r}"
         )
     _check_axes(mesh)
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the mesh, which has ranks "
+            f"{mesh.mesh.flatten().tolist()}: call parallelize on these only"
+        )
+    if mesh.size() < dist.get_world_size() and mesh_shape(mesh).context > 1:
+        raise ConfigError(
+            "a mesh over a part of the ranks cannot have the axis context: use all ranks, or "
+            "shard instead"
+        )
     if not isinstance(config, ParallelConfig | None):
         raise ConfigError(
             "the third argument of parallelize is a ParallelConfig, such as "

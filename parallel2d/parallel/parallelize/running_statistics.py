@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import first_five
-from parallel2d.parallel.mesh import live_data_ranks, mesh_shape, sum_over_data_ranks
+from parallel2d.parallel.mesh import is_first_of, live_data_ranks, mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.weights.named_tensors import meet
@@ -38,7 +37,7 @@ class RunningStatistics:
         """Note, without communication, that ranks will differ, or warn once that they do."""
         if any(norm.training for norm in self._norms.values()):
             self.differ = True
-        elif self.differ and not self._was_said and dist.get_rank() == 0:
+        elif self.differ and not self._was_said and is_first_of(self._mesh):
             self._was_said = True
             log.warning(
                 "%s: running_mean and running_var are of each rank's own samples, so evaluations "

@@ -41,7 +41,7 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
     after_backward,
     collect_grad_tensors,
 )
-from parallel2d.parallel.mesh import axis_names, mesh_shape
+from parallel2d.parallel.mesh import axis_names, mesh_shape, part_group
 from parallel2d.parallel.model_structure import places_in
 from parallel2d.parallel.parallelize.collective_order import CollectiveOrder
 from parallel2d.parallel.parallelize.layout import Layout
@@ -53,6 +53,7 @@ from parallel2d.parallel.sync.engine.replica_reducer import (
     register_engine,
 )
 from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.named_tensors import register_part
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ def synchronize(
         hidden=layout.hidden,
     )
     register_engine(model, engine)
+    register_part(model, part_group(mesh))
     after_backward(model, engine.end_backward)
     if shard_ranks > 1 and not options.symmetric_memory:
         _use_own_collectives(order, groups, engine)

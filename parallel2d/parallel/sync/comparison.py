@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.base.exchange import all_gather
+from parallel2d.base.exchange import all_gather, members
 from parallel2d.base.replicas import is_joining
 from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.formats.quantize import key_of
@@ -66,7 +66,7 @@ class ReplicaComparison:
             raise ConfigError(self._explain(names))
 
     def _explain(self, groups: Sequence[str]) -> str:
-        """Return the message for ``groups`` that differ. Collective over the world."""
+        """Return the message for ``groups`` that differ. Collective over the mesh."""
         own: dict[str, int] = {}
         for group in groups:
             tensors = self._groups[group]
@@ -75,7 +75,7 @@ class ReplicaComparison:
         found: list[str] = []
         for name, place in itertools.product(own, range(self._places)):
             ranks_by_hash: dict[int, list[int]] = defaultdict(list)
-            for rank, (at, hashes) in enumerate(ranks):
+            for rank, (at, hashes) in zip(members(), ranks, strict=True):
                 if at == place:
                     ranks_by_hash[hashes[name]].append(rank)
             # Two replicas have no majority, and the first counts as one.

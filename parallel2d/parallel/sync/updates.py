@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import among
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import present_ranks
-from parallel2d.parallel.mesh import has_cpu_backend, sharding_mesh
+from parallel2d.parallel.mesh import has_cpu_backend, part_group, sharding_mesh
 from parallel2d.parallel.model_structure import stays_replicated, updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
 from parallel2d.parallel.sync.ema import ema_of
@@ -133,14 +134,16 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise `ConfigError`, with the parameter and the ranks, if replicas differ in a single bit of
     the tensors that must be equal.
 
-    Collective over the world; see ``sync.compare_every``.
+    Collective over the mesh; see ``sync.compare_every``.
     """
     comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
     vector = comparison.vector()
     if not has_cpu_backend():
         vector = vector.to(mesh.device_type)
-    dist.all_reduce(vector)
-    comparison.check(vector.cpu(), present_ranks())
+    part = part_group(mesh)
+    dist.all_reduce(vector, group=part)
+    with among(part):
+        comparison.check(vector.cpu(), present_ranks() if part is None else mesh.size())
 
 
 def finish_updates(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -92,6 +93,20 @@ def meet(model: nn.Module, point: str) -> None:
     for meeting in dict.fromkeys(reference() for reference in found):
         if meeting is not None:
             meeting(point)
+
+
+_parts: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def register_part(model: nn.Module, part: dist.ProcessGroup | None) -> None:
+    """Have `part_of` return ``part`` for ``model`` and each of its modules."""
+    if part is not None:
+        _parts.update(dict.fromkeys(model.modules(), part))
+
+
+def part_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return a process group of the ranks that hold ``model``; None if these are all ranks."""
+    return next((_parts[module] for module in model.modules() if module in _parts), None)
 
 
 def reshard(model: nn.Module) -> None:

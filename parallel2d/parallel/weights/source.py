@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.base.exchange import all_gather, broadcast
+from parallel2d.base.exchange import all_gather, broadcast, leader, members
 from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
@@ -93,12 +93,15 @@ class WeightSource:
         """
         if not self._on_meta:
             digests = all_gather(_digest(model.named_parameters()))
-            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+            pairs = zip(members(), digests, strict=True)
+            different = [rank for rank, other in pairs if other != digests[0]]
             if different:
+                first = leader()
                 raise ConfigError(
-                    f"ranks {different} hold different weights than rank 0: build the model under "
-                    "the same torch.manual_seed on every rank, or under parallel2d.build_on_meta "
-                    "with seed=, or use rank 0's by parallelize(..., broadcast_from=0)"
+                    f"ranks {different} hold different weights than rank {first}: build the model "
+                    "under the same torch.manual_seed on every rank, or under "
+                    f"parallel2d.build_on_meta with seed=, or use rank {first}'s by "
+                    f"parallelize(..., broadcast_from={first})"
                 )
         elif self._source is None and self._construct is None:
             _check_buffers(model)
@@ -171,19 +174,20 @@ class WeightSource:
 
 def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
     """Raise the first ``problem`` of any rank; return the values of all ranks with a value."""
-    found = all_gather((problem, value))
-    for first, _ in found:
+    found = dict(zip(members(), all_gather((problem, value)), strict=True))
+    for first, _ in found.values():
         if first is not None:
             raise ConfigError(first)
-    return {rank: value for rank, (_, value) in enumerate(found) if value is not None}
+    return {rank: value for rank, (_, value) in found.items() if value is not None}
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     """Take the weights out of ``model``, which is on meta afterwards. Collective. Returns them by
     FQN on rank ``source``. Raises `ConfigError` on every rank if the source lacks values."""
-    world = dist.get_world_size()
-    if not 0 <= source < world:
-        raise ConfigError(f"broadcast_from={source} is not a rank: use 0 to {world - 1}")
+    ranks = members()
+    if source not in ranks:
+        valid = f"0 to {ranks[-1]}" if len(ranks) == ranks[-1] + 1 else f"one of {ranks}"
+        raise ConfigError(f"broadcast_from={source} is not a rank of the mesh: use {valid}")
     _refuse_sparse(model, source)
     # Only the source has weights to send, and can check that none is missing.
     weights: dict[str, Tensor] = {}
@@ -246,12 +250,13 @@ def check_same_structure(model: nn.Module) -> None:
         more = sorted(set(own) - set(first)) or ["the same in another order"]
         less = sorted(set(first) - set(own)) or ["nothing"]
         difference = f"{first_five(more)}; not {first_five(less)}"
-    found = dict(enumerate(all_gather(difference)))
+    found = dict(zip(members(), all_gather(difference), strict=True))
     different = [rank for rank, text in found.items() if text]
     if different:
         one = different[0]
         raise ConfigError(
-            f"ranks {different} have a different model than rank 0. Rank {one} has {found[one]}"
+            f"ranks {different} have a different model than rank {leader()}. Rank {one} has "
+            f"{found[one]}"
         )
 
 
@@ -265,14 +270,15 @@ def _check_buffers(model: nn.Module) -> None:
     }
     first = broadcast(own)
     differing = [name for name, digest in own.items() if digest != first.get(name)]
-    found = dict(enumerate(all_gather(differing)))
+    found = dict(zip(members(), all_gather(differing), strict=True))
     different = {rank: names for rank, names in found.items() if names}
     if different:
         names = next(iter(different.values()))
         raise ConfigError(
             f"ranks {list(different)} hold different values of the buffer "
-            f"{first_five(names, ', ')} than rank 0: its constructor sets it and no initializer "
-            "sets it again; call the same torch.manual_seed on every rank before the model is built"
+            f"{first_five(names, ', ')} than rank {leader()}: its constructor sets it and no "
+            "initializer sets it again; call the same torch.manual_seed on every rank before the "
+            "model is built"
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.base.exchange import broadcast, sendable
+from parallel2d.base.exchange import among, broadcast, leader, sendable
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
@@ -34,6 +34,7 @@ from parallel2d.parallel.weights.named_tensors import (
     meet,
     model_tensors,
     optimizer_tensors,
+    part_of,
     refuse_extra_state,
     reshard,
     spread_state,
@@ -96,7 +97,8 @@ def full_state(
             "tensors: call model.state_dict() inside parallel2d.summon_full_params(model, "
             "writeback=False), or remove the hook"
         )
-    keep = not (rank0_only and dist.is_initialized()) or dist.get_rank() == 0
+    is_kept_once = rank0_only and dist.is_initialized()
+    keep = not is_kept_once or dist.get_rank() == leader(part_of(model))
 
     def gather(tensor: Tensor) -> Tensor | None:
         return gather_tensor(tensor, keep=keep, cpu=cpu)
@@ -236,7 +238,8 @@ def load_full_state(
                 raise ConfigError(f"{name}: {error}") from None
         return
     is_sent = from_rank0 and dist.is_initialized()
-    _load(model, optimizer, state or {}, 0 if is_sent else None, settings)
+    with among(part_of(model)):
+        _load(model, optimizer, state or {}, leader() if is_sent else None, settings)
 
 
 def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.exchange import broadcast
+from parallel2d.base.exchange import among, broadcast, group_of_members, leader
 from parallel2d.parallel.model_structure import Places, fqn_of, places_in
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
-from parallel2d.parallel.weights.named_tensors import masters_in, meet, reshard
+from parallel2d.parallel.weights.named_tensors import masters_in, meet, part_of, reshard
 
 PIECE_BYTES = 16 * 2**20  # bytes of a tensor that are sent, or read from a file, at a time
 
@@ -83,7 +83,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
     # its tensors late would keep many buffers alive.
     buffer = torch.empty(0, dtype=torch.uint8)
     whole: Any  # not None where it is used
-    route = [(source, None)] if isinstance(source, int) else source
+    route = [(source, group_of_members())] if isinstance(source, int) else source
     if not route:
         for tensor, whole in pairs:
             copy_part(tensor, whole)
@@ -153,7 +153,8 @@ def summon_full_params(
     reshard(model)
     places = places_in(model.modules() if recurse else [model])
     _refuse_nested(places)
-    keep = not rank0_only or dist.get_rank() == 0
+    part = part_of(model)
+    keep = not rank0_only or dist.get_rank() == leader(part)
     wholes = {}
     for parameter in places:
         wholes[parameter] = _gather(parameter, keep=keep, cpu=offload_to_cpu, grads=with_grads)
@@ -165,7 +166,8 @@ def summon_full_params(
         # Also after an error inside: a step needs sharded parameters in every module.
         _show(places, dict(zip(places, places, strict=True)))
         if writeback:
-            _write_back(wholes, 0 if rank0_only else None, grads=with_grads)
+            with among(part):
+                _write_back(wholes, leader() if rank0_only else None, grads=with_grads)
             for masters in masters_in(model):
                 masters.parameters_were_changed()
 

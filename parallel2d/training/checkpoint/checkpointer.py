@@ -133,10 +133,10 @@ class Checkpointer:
             optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
             for each in optimizers:
                 each.register_step_pre_hook(lambda *_: copies.before_update())
-        self.group = Group.new()
+        self.group = Group.new(mesh)
         # A save in a thread has its own group. The decision of a step needs a second one, because
         # the messages of two collectives that run at the same time on one group would mix.
-        self._votes = Group.new() if config.enabled and config.every_minutes else None
+        self._votes = Group.new(mesh) if config.enabled and config.every_minutes else None
         own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
         if not config.folder:
             with as_config_error("hydra.run.dir"):

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import replace
+from parallel2d.parallel.weights.named_tensors import part_of
 from parallel2d.parallel.weights.states import Models, Optimizers, full_state, load_full_state
 from parallel2d.training.checkpoint.convert.formats import load_torch
 from parallel2d.training.checkpoint.save import Group
@@ -30,12 +31,13 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
     """
     content = full_state(model, optimizer, key_by="id") | extra
     # Before the file is published: every rank has gathered the whole state.
-    _world().all_gather(None)
+    group = _ranks_of(model)
+    group.all_gather(None)
 
     def write() -> None:
         replace(os.fspath(path), lambda file: torch.save(content, file), durable=True)
 
-    _world().on_first(write, f"save_full: {path} not written")
+    group.on_first(write, f"save_full: {path} not written")
 
 
 def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
@@ -59,12 +61,21 @@ def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) ->
         torch.save({key: value for key, value in content.items() if key not in states}, rest)
         return rest.getvalue()
 
-    rest = _world().on_first(read)
+    rest = _ranks_of(model).on_first(read)
     load_full_state(model, optimizer, content)
     # Rank 0 has already read this content with weights_only, so the second read is safe.
     extra: dict[str, Any] = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
     return extra
 
 
-def _world() -> Group:
-    return Group(dist.group.WORLD if dist.is_initialized() else None)
+def _ranks_of(model: Models) -> Group:
+    if not dist.is_initialized():
+        return Group(None)
+    models = [model] if isinstance(model, nn.Module) else model.values()
+    groups = {part_of(each) for each in models}
+    if len(groups) > 1:
+        raise ConfigError(
+            "save_full and load_full: the models are on meshes of different ranks; use one file "
+            "for each"
+        )
+    return Group(next(iter(groups), None) or dist.group.WORLD)

@@ -50,7 +50,7 @@ from parallel2d.base.memory import free_memory
 from parallel2d.base.replicas import ReplicaLost, current, is_present
 from parallel2d.base.store.address import in_thread
 from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
-from parallel2d.parallel.mesh import mesh_shape, ranks_of
+from parallel2d.parallel.mesh import mesh_shape, part_group, ranks_of
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.weights.geometry import split_dims
 from parallel2d.training.checkpoint.local_state import (
@@ -91,7 +91,7 @@ def in_memory_checkpoints(
     The result is for a `Checkpointer` with the same arguments. Rank 0 decides, because environment
     variables may differ between ranks. Collective.
     """
-    group = Group.new()
+    group = Group.new(mesh)
     every = config.memory_every if config.enabled else 0
     if every == "auto":
         starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -99,6 +99,11 @@ def in_memory_checkpoints(
         is_needed = (replicas := current()) is None or replicas.needs_all
         every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
+    if every and mesh is not None and part_group(mesh) is not None:
+        raise ConfigError(
+            f"checkpoint.memory_every={every} needs a mesh of all ranks: use "
+            "checkpoint.memory_every=0"
+        )
     return InMemoryCheckpoints(every, os.fspath(run_dir), mesh, group) if every else None
 
 

@@ -26,9 +26,9 @@ from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.base.replicas import first_rank, is_present, stay_in_quorum
+from parallel2d.base.replicas import is_present, stay_in_quorum
 from parallel2d.base.runtime import patient_group
-from parallel2d.parallel.mesh import axis_positions, sharding_mesh, without_replicas
+from parallel2d.parallel.mesh import axis_positions, part_group, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
 from parallel2d.training.checkpoint.local_state import Part, Staging, local_parts, pack
 from parallel2d.training.checkpoint.manifest import Manifest, StoredTensor
@@ -51,20 +51,21 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.rank = dist.get_rank() if group is not None else 0
-        self.size = dist.get_world_size() if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
 
     @property
     def is_first(self) -> bool:
         """True on the leader: rank 0, or the first live rank."""
-        return self.group is None or self.rank == first_rank()
+        return self.group is None or dist.get_rank() == exchange.leader(self.group)
 
     @classmethod
-    def new(cls) -> Group:
-        """Create a group of all ranks of the job. Collective."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+    def new(cls, mesh: DeviceMesh | None = None) -> Group:
+        """Create a group of all ranks of the job, or of ``mesh``. Collective."""
+        if not dist.is_initialized() or 1 in (dist.get_world_size(), mesh and mesh.size()):
             return cls(None)
-        return cls(patient_group(_TIMEOUT))
+        part = None if mesh is None else part_group(mesh)
+        return cls(patient_group(_TIMEOUT, part))
 
     def stay(self) -> None:
         """Fix the membership: all later calls raise `ReplicaLost` once a replica fails that is
@@ -137,7 +138,8 @@ def check_folder(store: Store, group: Group) -> None:
     group.on_first(prepare, f"checkpoints cannot be written to {root}")
     # All ranks use the same address of a remote store.
     if group.size > 1 and not is_remote(root):
-        exchange.check_shared(root)
+        with exchange.among(group.group):
+            exchange.check_shared(root)
 
 
 # Assignment of elements to ranks

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.exchange import all_gather
+from parallel2d.base.exchange import all_gather, among, members
 from parallel2d.base.metering import control_traffic
 from parallel2d.parallel.loss import IGNORED
-from parallel2d.parallel.mesh import mesh_shape
+from parallel2d.parallel.mesh import part_group
 
 _ENDS = ("longest", "shortest")
 _TARGETS = ("labels", "targets", "target")  # keys of a batch that is a mapping
@@ -93,10 +93,9 @@ def together(
 
 def _ranks_without(has_batch: bool, mesh: DeviceMesh) -> str:
     """Return ``rank 1 has`` or the like for the ranks without a batch. Collective."""
-    if mesh.size() != dist.get_world_size():
-        return "a data rank has"
-    found = all_gather(has_batch)
-    ranks = [rank for rank, has in enumerate(found) if not has]
+    with among(part_group(mesh)):
+        found = zip(members(), all_gather(has_batch), strict=True)
+    ranks = [rank for rank, has in found if not has]
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
 
 
@@ -106,25 +105,12 @@ class _Agreement:
     def __init__(self, mesh: DeviceMesh, *, has_batch: bool) -> None:
         # On the host: a value on a GPU could not be read without waiting for the step.
         self._found = torch.tensor([has_batch, not has_batch], dtype=torch.float32)
-        self._groups: list[dist.ProcessGroup | None] = [None]
-        if mesh.size() != dist.get_world_size():
-            sizes = mesh_shape(mesh)
-            axes = [axis for axis in ("shard", "replicate") if getattr(sizes, axis) > 1]
-            self._groups = [mesh.get_group(axis) for axis in axes]
-        self._work: Any = None
-        if len(self._groups) == 1:
-            self._work = self._reduce(self._groups[0], is_async=True)
-
-    def _reduce(self, group: dist.ProcessGroup | None, *, is_async: bool) -> Any:
+        group = part_group(mesh)
         with control_traffic():
-            return dist.all_reduce(self._found, dist.ReduceOp.MAX, group, async_op=is_async)
+            self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group, async_op=True)
 
     def wait(self) -> tuple[bool, bool]:
         """Return (some rank has a batch, every rank has one)."""
-        if self._work is not None:
-            self._work.wait()
-        else:
-            for group in self._groups:
-                self._reduce(group, is_async=False)
+        self._work.wait()
         some, lacking = self._found.tolist()
         return bool(some), not lacking

@@ -29,6 +29,7 @@ from parallel2d.parallel.mesh import (
     axis_names,
     axis_positions,
     has_cpu_backend,
+    is_first_of,
     live_data_ranks,
     mesh_shape,
     sum_over_data_ranks,
@@ -129,7 +130,7 @@ class UsedParameters:
         names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate + 1 :]))
         if names and not self._were_named:
             self._were_named = True
-            if dist.get_rank() == 0:
+            if is_first_of(self._mesh):
                 log.warning(
                     "%s: these buffers differ between ranks, because each rank writes values of "
                     "its own samples; checkpoints save one rank's. Write parallel2d.reduce(value), "

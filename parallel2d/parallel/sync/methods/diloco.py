@@ -260,7 +260,7 @@ class OuterSync(UpdateFollower):
             parameter.outer.grad = parameter.mean
             parameter.mean = None
             changed.append(parameter.outer)
-        share = squared_norm_share(changed, dist.get_world_size() // self.replicas)
+        share = squared_norm_share(changed, self._replicated.mesh.size() // self.replicas)
         if self.squared_change is not None:
             share += self.squared_change
         self.squared_change = share
