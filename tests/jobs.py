@@ -90,7 +90,7 @@ def job_of(folder, run_dir, words):
 
     os.chdir(folder)
     dropped = ("model.",) if {"model=custom", "model=hf"} & set(words) else ()
-    if "data=custom" in words:
+    if {"data=custom", "data=stream"} & set(words):
         dropped += ("data", "train.seq_len")
     if any(word.startswith("train.epochs=") for word in words):
         dropped += ("train.steps",)

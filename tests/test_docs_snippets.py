@@ -26,6 +26,7 @@ ELSEWHERE = {
     ("coming-from-scripts.md", ""): "test_coming_from.py runs these scripts",
     ("cluster.md", "tools.cluster"): "needs network namespaces; test_cluster.py has these names",
     ("models.md", "functools"): "needs peft; test_adapters.py",
+    ("data.md", "datasets"): "reads a data set of the Hub; test_data_iterables.py",
     ("tutorial.md", "import torch"): "reads the export of a long run; test_library_export.py",
 }
 

@@ -160,6 +160,7 @@ def build_trainer(
         optimizer,
         layout=_facts_of_checkpoint(config, facts, model),
         copies=in_memory_checkpoints(config.checkpoint, job.run_dir, mesh),
+        more_state=data.train.collect,
     )
     trainer = Trainer(
         config=config,

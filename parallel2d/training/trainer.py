@@ -246,6 +246,7 @@ class Trainer(TrainerParts):
             **asdict(self.progress),
             "scaler": self.scaler.state_dict(),
             "data_fingerprint": self.data.fingerprint,
+            **self.training.known_state(),
             **self._watched.state_dict(),
         }
 
@@ -265,6 +266,7 @@ class Trainer(TrainerParts):
             raise ConfigError(f"no run can continue from the checkpoint's state: {listed}")
         self.scaler.load_state_dict(state["scaler"])
         self._watched.load_state_dict(state)
+        self.training.load(state)
         self.progress = Progress(**{item.name: int(state[item.name]) for item in fields(Progress)})
 
     def validate(self, stream: SampleStream) -> float:

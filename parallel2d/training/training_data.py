@@ -24,14 +24,17 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
     check_reads(config, parts)
     seed, seq_len = config.train.seed, config.train.seq_len
     data = open_data(
-        config.training_data(), seq_len=seq_len, seed=seed, context=parts.context(seq_len)
+        config.training_data(),
+        seq_len=seq_len,
+        seed=seed,
+        context=parts.context(seq_len),
+        global_batch_size=config.train.global_batch_size,
     )
-    if parts.vocab_size is not None and config.data.name != "custom":
+    if parts.vocab_size is not None and not config.data.has_own_samples:
         for stream in data.streams:
             stream.check_ids(parts.vocab_size)
     batch = config.train.global_batch_size
-    too_few = data.train.end is None and len(data.train) < batch
-    if config.data.name == "custom" and too_few:
+    if config.data.name == "custom" and data.train.end is None and len(data.train) < batch:
         raise ConfigError(
             f"train.global_batch_size={batch} is more than the {len(data.train)} samples of "
             f"data.target={config.data.target}"
@@ -43,7 +46,7 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
 def check_reads(config: TrainConfig, parts: ModelParts) -> None:
     """Raise `ConfigError` for token ids as input of a model that reads other data."""
     name = config.data.name
-    if parts.reads is not None and name != "custom":
+    if parts.reads is not None and not config.data.has_own_samples:
         raise ConfigError(
             f"{words_of(config.model)}: {type(parts.module).__name__} reads {parts.reads}, and "
             f"data={name} gives token ids: use data=custom data.target=package.module:build"

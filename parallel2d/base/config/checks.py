@@ -59,6 +59,7 @@ _JOB_CONFLICTS: _Conflicts = (
     ("data.intra_document_masking", "model.family=hf", "these models take no document ids"),
     ("optimizer.implementation=fused", "optimizer=sgd", "it takes no shards; use foreach or loop"),
     ("train.seq_len", "data=custom", "the data set decides it"),
+    ("train.seq_len", "data=stream", "the samples decide it"),
     ("train.z_loss", "train.loss", "it is added to the cross-entropy"),
     ("train.loss_chunk", "train.loss", "it chunks the head, and that loss takes whole logits"),
     ("train.loss_chunk", "precision.output=bf16", "this would round the loss; omit the latter"),

@@ -81,7 +81,7 @@ class HuggingFaceModel:
 FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": HuggingFaceModel}
 
 _hf = partial(option, read_by=("hf",))
-_custom = partial(option, read_by=("custom",))
+_custom = partial(option, read_by=("custom", "stream"))
 _chat = partial(option, read_by=("chat",))
 _rows = partial(option, read_by=("text", "hf"))
 _prepared = partial(option, read_by=("stdlib", "text", "chat", "hf"))
@@ -94,7 +94,7 @@ class DataConfig:
     seed, the data and k."""
 
     name: str = option(
-        "stdlib", choices=("stdlib", "text", "chat", "tokens", "hf", "bin", "custom")
+        "stdlib", choices=("stdlib", "text", "chat", "tokens", "hf", "bin", "custom", "stream")
     )
     path: str | None = option(
         None,
@@ -106,7 +106,10 @@ class DataConfig:
         required_by=("text", "chat", "hf", "bin"),
     )
     mixture: list[Any] = option(
-        [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
+        [],
+        "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]. With data=stream an "
+        "entry has target and arguments in place of path",
+        read_by=("tokens", "stream"),
     )
     tokenizer: str = _prepared(
         "bytes",
@@ -154,19 +157,31 @@ class DataConfig:
     )
     workers: int | str = option(
         "auto",
-        "Processes that prepare data; custom: threads of a rank that read samples",
+        "Processes that prepare data; or threads of a rank that read samples",
         min=1,
-        read_by=("stdlib", "text", "chat", "hf", "custom"),
+        read_by=("stdlib", "text", "chat", "hf", "custom", "stream"),
     )
     cache_dir: str | None = _prepared(None, "Of prepared data; null: in the user's cache folder")
     target: str | None = _custom(
         None,
         "package.module:build(**arguments), returns a data set. It has `__len__` and "
-        "`__getitem__`; or a pair with a function that makes a batch of a list of samples",
+        "`__getitem__`; with data=stream `__iter__`, or it is a list of such shards. Or a pair "
+        "with a function that makes a batch of a list of samples",
         reference=True,
         required_by=("custom",),
     )
     arguments: dict[str, Any] = _custom({}, "Of the function: data.arguments.folder=pictures")
+    shuffle_buffer: int = option(
+        1024,
+        "Samples in memory, over all shards, that are shuffled; 0: none",
+        min=0,
+        read_by=("stream",),
+    )
+
+    @property
+    def has_own_samples(self) -> bool:
+        """True for samples of a function, which may be anything; False for token sequences."""
+        return self.name in ("custom", "stream")
 
 
 # Keys that an entry of data.validation cannot have: a validation set is read once, in the format of
@@ -189,11 +204,11 @@ def validation_set(data: DataConfig, entry: dict[str, Any]) -> DataConfig:
     for item in fields(own):
         if not is_read(own, item):
             setattr(own, item.name, default_of(item))
-    # Either path or mixture names the data, so the entry replaces both.
-    if "path" in entry:
+    # Either path (or target) or mixture names the data, so the entry replaces both.
+    if "path" in entry or "target" in entry:
         own.mixture = []
     elif "mixture" in entry:
-        own.path = None
+        own.path = own.target = None
     return replace(own, **entry)
 
 
@@ -208,9 +223,21 @@ def data_problems(data: DataConfig) -> Iterator[str]:
             "data=tokens needs either data.path, a prepared folder, or data.mixture=[{path: A, "
             "weight: 0.7}, ...]"
         )
+    if data.name == "stream" and bool(data.target) == bool(data.mixture):
+        yield (
+            "data=stream needs either data.target=package.module:build or data.mixture=[{target: "
+            "package.module:build, weight: 0.7}, ...]"
+        )
+    if data.name == "stream" and data.epochs:
+        yield (
+            f"data=stream has no length: omit train.epochs or data.epochs={data.epochs}, and set "
+            "train.steps"
+        )
     for entry in data.mixture:
-        if not isinstance(entry, dict) or set(entry) != {"path", "weight"}:
-            yield f"data.mixture has {entry}; an entry has the form {{path: A, weight: 1}}"
+        key = "target" if data.name == "stream" else "path"
+        optional = {"arguments"} if data.name == "stream" else set()
+        if not isinstance(entry, dict) or set(entry) - optional != {key, "weight"}:
+            yield f"data.mixture has {entry}; an entry has the form {{{key}: A, weight: 1}}"
     if data.packing == "padded" and data.intra_document_masking:
         yield (
             "data.intra_document_masking=true has no effect with data.packing=padded: a sequence "
@@ -236,7 +263,7 @@ def _validation_set_problems(data: DataConfig, where: str, name: str, entry: Any
     yield from of_fields
     if of_fields:
         return
-    if (own.name == "custom") != (data.name == "custom"):
+    if own.has_own_samples != data.has_own_samples:
         yield f"{where}.name={own.name} and data={data.name}: all sets are custom, or none"
     for problem in data_problems(own):
         yield f"{where}: {problem}"

@@ -371,7 +371,7 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
     """Return the shape of a sample of the configured data; for a custom data set, of its first
     sample. Raises `ConfigError` for data that the model does not read."""
     check_reads(config, parts)
-    if config.data.name == "custom":
+    if config.data.has_own_samples:
         return CustomSamples(config.data).shape
     return token_sequences(config.train.seq_len)
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -96,6 +96,8 @@ class Checkpointer:
         layout: facts for the manifest: numbers, strings, lists and dicts.
         copies: the result of `in_memory_checkpoints` for the same ``config``; None: no in-memory
             checkpoints.
+        more_state: called before each save with its ``state``; returns entries that replace those
+            in it. It may be collective.
 
     Attributes:
         blocked_s: seconds for which the last `save_if_due` blocked the loop.
@@ -117,13 +119,14 @@ class Checkpointer:
         *,
         layout: dict[str, Any] | None = None,
         copies: InMemoryCheckpoints | None = None,
+        more_state: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _state: {},
     ) -> None:
         self.config, self.mesh, self._optimizer, self._run_dir = config, mesh, optimizer, run_dir
         self.model = model if isinstance(model, nn.Module) else _joined(model)
         if config.enabled:
             refuse_extra_state(self.model, "Checkpointer")
         meet(self.model, _POINT)
-        self.layout, self.in_memory = layout or {}, copies
+        self.layout, self.in_memory, self._more_state = layout or {}, copies, more_state
         if copies is None and config.enabled and config.memory_every not in ("auto", 0):
             raise ConfigError(
                 f"checkpoint.memory_every={config.memory_every}: give the copies to Checkpointer, "
@@ -416,6 +419,7 @@ class Checkpointer:
 
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         meet(self.model, _POINT)
+        state = {**state, **self._more_state(state)}
         # Unsharded parameters of a forward would hide the sharded parameters.
         reshard(self.model)
         # Without this the files would combine one rank's mean with another rank's variance.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,40 +60,32 @@ class BinTokens:
         return hashlib.sha256(b"".join((str(self.bytes).encode(), *ends))).hexdigest()
 
 
-class CustomSamples:
-    """The data set that ``data.target`` builds, and the collation of its samples to batches."""
+class Collation:
+    """Makes batches of samples by ``collate`` (default: torch's). ``shape`` is that of ``sample``.
 
-    def __init__(self, config: DataConfig) -> None:
-        """Build the data set. Raises `ConfigError` if the result is not a data set."""
-        assert config.target is not None
-        what = f"data.target={config.target}"
-        built = call_reference("data.target", config.target, **config.arguments)
+    Raises `ConfigError` for a sample that it cannot collate.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None, sample: Any, what: str) -> None:
+        self._collate = collate or default_collate
         try:
-            self.dataset, self.collate = built, default_collate
-            if isinstance(built, tuple):
-                self.dataset, self.collate = built
-            self._length = len(self.dataset)
-            first = self.batch([self.dataset[0]]) if self._length else None
+            first = self.batch([sample])
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
-                f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}; it "
-                "must return a data set with __len__ and __getitem__, or that and a function that "
-                "makes a batch of a list of samples"
+                f"{what}: its samples cannot be collated: {type(error).__name__}: {error}; return "
+                "a pair with a function that makes a batch of a list of samples"
             ) from error
-        if first is None:
-            raise ConfigError(f"{what} returned a data set without samples")
         inputs, targets = tree_map_only(
             torch.Tensor, lambda each: TensorShape(tuple(each.shape[1:]), each.dtype), first
         )
         self.shape = SampleShape("samples", inputs, targets)
 
-    def __len__(self) -> int:
-        return self._length
-
     def batch(self, samples: Sequence[Any]) -> tuple[Any, torch.Tensor | None]:
         """Collate samples to inputs and targets: of a tuple the last element is the targets, of a
         dict the value under one of `TARGET_NAMES`. Raises `ConfigError` for several of them."""
-        batch = self.collate(list(samples))
+        batch = self._collate(list(samples))
         if isinstance(batch, dict):
             named = [name for name in TARGET_NAMES if name in batch]
             # Next to targets, labels are inputs, such as the classes ``y`` of a diffusion model.
@@ -107,30 +99,67 @@ class CustomSamples:
         return batch, None
 
 
+class CustomSamples:
+    """The data set that ``data.target`` builds, and the collation of its samples to batches."""
+
+    def __init__(self, config: DataConfig) -> None:
+        """Build the data set. Raises `ConfigError` if the result is not a data set."""
+        assert config.target is not None
+        what = f"data.target={config.target}"
+        built = call_reference("data.target", config.target, **config.arguments)
+        try:
+            self.dataset, collate = built if isinstance(built, tuple) else (built, None)
+            self._length = len(self.dataset)
+            if self._length:
+                self.collation = Collation(collate, self.dataset[0], what)
+        except Exception as error:
+            raise ConfigError(
+                f"{what} with arguments {config.arguments}: {type(error).__name__}: {error}; it "
+                "must return a data set with __len__ and __getitem__, or that and a function that "
+                "makes a batch of a list of samples"
+            ) from error
+        if not self._length:
+            raise ConfigError(f"{what} returned a data set without samples")
+        self.shape = self.collation.shape
+
+    def __len__(self) -> int:
+        return self._length
+
+
 class CustomStream(SampleStream):
     """Samples of `CustomSamples` addressed by position; ``workers`` threads read each batch."""
 
     def __init__(self, samples: CustomSamples, workers: int | str, **how: Any) -> None:
         read: list[Any] = [samples]  # `_batch` below reads them: they do not fill token rows
         super().__init__(read, Schedule([1]), **how)
-        threads = worker_count(workers)
-        if workers == "auto":
-            threads = min(threads, _MOST_THREADS)
         self._samples = samples
         # The executor starts its threads on first use.
-        self._pool = ThreadPoolExecutor(threads, "parallel2d-read")
+        self._pool = ThreadPoolExecutor(thread_count(workers), "parallel2d-read")
 
     def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
         """Collate the samples with a position; without any, one sample with weight zero."""
         indices = [index for _, index in self._locate(where if rows else np.zeros(1, np.int64))]
         samples = list(self._pool.map(self._samples.dataset.__getitem__, indices))
-        hashes = np.array(list(map(_content_hash, samples)), dtype=np.uint64)
-        inputs, targets = self._samples.batch(samples)
-        valid = len(rows)
-        if rows and targets is not None and not targets.is_floating_point():
-            valid = int((targets != IGNORED).sum())
-        total = int(mixed_with(hashes[: len(rows)], where).sum())
-        return Batch(inputs, targets, None, hash=total, valid_tokens=valid)
+        return batch_of(self._samples.collation, samples, rows, where)
+
+
+def thread_count(workers: int | str) -> int:
+    """Return the number of threads for ``data.workers``."""
+    threads = worker_count(workers)
+    return min(threads, _MOST_THREADS) if workers == "auto" else threads
+
+
+def batch_of(
+    collation: Collation, samples: Sequence[Any], rows: Sequence[int], where: Array
+) -> Batch:
+    """Collate samples at the positions ``where``; without ``rows``, of one with weight zero."""
+    hashes = np.array(list(map(_content_hash, samples)), dtype=np.uint64)
+    inputs, targets = collation.batch(samples)
+    valid = len(rows)
+    if rows and targets is not None and not targets.is_floating_point():
+        valid = int((targets != IGNORED).sum())
+    total = int(mixed_with(hashes[: len(rows)], where).sum())
+    return Batch(inputs, targets, None, hash=total, valid_tokens=valid)
 
 
 def _content_hash(sample: Any) -> int:

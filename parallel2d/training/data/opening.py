@@ -20,6 +20,7 @@ from parallel2d.base.config.checks import check_data
 from parallel2d.base.config.model_and_data import validation_set
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.custom_data import BinTokens, CustomSamples, CustomStream
+from parallel2d.training.data.iterables import IterableStream, Shards
 from parallel2d.training.data.order import Schedule
 from parallel2d.training.data.prepare import content_key, folder_lock, prepare
 from parallel2d.training.data.reading import find_units
@@ -57,7 +58,12 @@ class OpenData:
 
 
 def open_data(
-    config: DataConfig, *, seed: int, seq_len: int | None = None, context: int = 0
+    config: DataConfig,
+    *,
+    seed: int,
+    seq_len: int | None = None,
+    context: int = 0,
+    global_batch_size: int = 1,
 ) -> OpenData:
     """Open the data of ``config``, and prepare it into the cache if necessary. Any number of
     processes may call this at once.
@@ -66,6 +72,7 @@ def open_data(
         seed: chooses the order of the training samples.
         seq_len: tokens per sequence; custom data do not use it.
         context: the targets of this many positions at the start of every sequence are ignored.
+        global_batch_size: of the training; only ``data=stream`` uses it.
 
     Raises `ConfigError` that names the problem: a missing path, empty or undecodable input, too few
     tokens for one sample, a cache that is not writable.
@@ -75,6 +82,8 @@ def open_data(
     def open_source(config: DataConfig) -> _Source:
         if config.name == "custom":
             return _CustomData(config)
+        if config.name == "stream":
+            return _Iterables(config, global_batch_size)
         if seq_len is None:
             problem = f"the tokens of a sequence, with data={config.name}"
             raise ConfigError(f"open_data needs seq_len, {problem}")
@@ -276,7 +285,50 @@ class _CustomData(_Unprepared):
         return f"custom {self._config.target}, {samples:,} samples"
 
 
-_Source = _Tokens | _BinFile | _CustomData
+class _Iterables(_Unprepared):
+    """A source of samples from iterables."""
+
+    def __init__(self, config: DataConfig, global_batch_size: int) -> None:
+        self._config, self._batch = config, global_batch_size
+        alone = {"target": config.target, "arguments": config.arguments, "weight": 1}
+        self._entries = config.mixture or [alone]
+        self._sources = [
+            Shards("data.target", str(entry["target"]), entry.get("arguments", {}))
+            for entry in self._entries
+        ]
+        most = min(source.count for source in self._sources)
+        sizes = range(1, min(most, global_batch_size) + 1)
+        self._lanes = max(lanes for lanes in sizes if global_batch_size % lanes == 0)
+        shapes = {str(source.collation.shape) for source in self._sources}
+        if len(shapes) > 1:
+            raise ConfigError(f"the samples of data.mixture differ: {' and '.join(sorted(shapes))}")
+
+    def check_like(self, training: _Source) -> None:
+        """Accept any training data, because nothing can be compared."""
+
+    def stream(self, _split: str, **how: Any) -> SampleStream:
+        schedule = Schedule([entry["weight"] for entry in self._entries])
+        return IterableStream(
+            self._sources,
+            schedule,
+            self._config,
+            lanes=self._lanes,
+            global_batch_size=self._batch,
+            **how,
+        )
+
+    def fingerprint(self, seed: int) -> str:
+        entries = [sorted(entry.items()) for entry in self._entries]
+        shards = [source.count for source in self._sources]
+        buffer = self._config.shuffle_buffer
+        return _digest(["stream", entries, shards, self._batch, buffer, seed])
+
+    def describe(self, _samples: int) -> str:
+        shards = " + ".join(f"{source.what} of {source.count} shards" for source in self._sources)
+        return f"stream {shards}, read in {self._lanes} lanes"
+
+
+_Source = _Tokens | _BinFile | _CustomData | _Iterables
 
 
 def _open_store(config: DataConfig) -> TokenStore:

@@ -7,7 +7,7 @@ position depends only on the data, the size of a sample and the seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -163,6 +163,17 @@ class SampleStream:
         if self.end.policy == "drop":
             return position + global_batch_size > self.end.positions
         return position >= self.end.positions
+
+    def known_state(self) -> dict[str, Any]:
+        """Return the part of a run's state that finds positions faster; empty for random access."""
+        return {}
+
+    def collect(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `known_state` at the position in the ``state`` of a run. Collective."""
+        return self.known_state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from the ``state`` of a run with `known_state`."""
 
     def prepare_by(self, prepare: Callable[[Batch], Batch]) -> None:
         """Pass every batch through ``prepare`` after it has been read."""

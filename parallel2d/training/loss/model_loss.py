@@ -66,7 +66,7 @@ class ModelLoss:
             )
         self._signature = inspect.signature(parts.module.forward)
         parameters = self._signature.parameters
-        reads_tokens = config.data.name != "custom"
+        reads_tokens = not config.data.has_own_samples
         # Models of these libraries return all logits without their own loss.
         library = type(parts.module).__module__.startswith(("transformers.", "peft."))
         self._targets = None
@@ -265,8 +265,8 @@ class ModelLoss:
         rule = None
         # Other models return logits: skip the forward, since unsharded logits may not fit.
         if self._targets or train.loss or stream.shape.targets is None:
-            batch = stream.read([at % len(stream) for at in range(SAMPLES)]).to(device)
-            if self._config.data.name != "custom":
+            batch = stream.read([at % (len(stream) or SAMPLES) for at in range(SAMPLES)]).to(device)
+            if not self._config.data.has_own_samples:
                 # Samples as unequal as sequences can be: one repeats a single token.
                 batch.inputs[0] = batch.inputs[0, 0].clone()
 

@@ -1,0 +1,357 @@
+"""Iterables as a sample stream (``data=stream``): `IterableStream`.
+
+[Note: positions in iterables] A global batch is divided into lanes, blocks of consecutive
+positions. Lane l reads shards l, l + lanes, l + 2·lanes, ... one after the other, epoch after
+epoch. The number of lanes depends on the shards and the global batch only, so that a sample's
+position does not depend on ranks: a rank reads the lanes of its micro-batches. In a lane, a window
+of consecutive samples is permuted by an `Order`. At the beginning of a window the position in the
+source is noted. Checkpoints contain one note per lane, and any rank continues a lane from its note.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from parallel2d.base.config import DataConfig
+from parallel2d.base.config.options import call_reference
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.exchange import all_gather
+from parallel2d.base.files import is_count
+from parallel2d.training.data.batch import Batch
+from parallel2d.training.data.custom_data import Collation, batch_of, thread_count
+from parallel2d.training.data.order import Order, Schedule
+from parallel2d.training.data.stream import Array, SampleStream
+
+log = logging.getLogger(__name__)
+
+_UNSHUFFLED = 64  # samples of a window without a shuffle buffer
+_MOST_NOTES = 1024  # of a lane; from an earlier one a rewind takes longer
+_LARGEST = 2**52
+_END = object()
+STATE = "stream"  # key in the state of a run
+
+Note = dict[str, Any]  # window, epoch, part, item, source
+
+
+class Shards:
+    """The shards of one source: of an object with ``num_shards`` and ``shard(num_shards, index)``,
+    such as a streamed data set of Hugging Face, of a list of iterables, or one iterable."""
+
+    def __init__(self, what: str, target: str, arguments: Mapping[str, Any]) -> None:
+        self.what = f"{what}={target}"
+        built = call_reference(what, target, **arguments)
+        collate = None
+        if isinstance(built, tuple):
+            built, collate = built
+        self._built = built
+        self._is_sharded = callable(getattr(built, "shard", None)) and hasattr(built, "num_shards")
+        _refuse_buffers(self.what, built)
+        self.count = 1
+        if self._is_sharded:
+            self.count = int(built.num_shards)
+        elif isinstance(built, list):
+            self.count = len(built)
+        parts = self.of_lane(0, max(1, self.count)) if self.count else []
+        for part in parts:
+            if not isinstance(part, Iterable) or isinstance(part, Iterator):
+                raise ConfigError(
+                    f"{self.what} returned {type(part).__name__}, which can be read once or not at "
+                    "all: return an object whose __iter__ begins again, or a list of such shards"
+                )
+        first = next(itertools.chain.from_iterable(map(iter, parts)), None)
+        if first is None:
+            raise ConfigError(f"{self.what} has no sample in its first shard")
+        self.first = first
+        self.collation = Collation(collate, first, self.what)
+
+    def of_lane(self, lane: int, lanes: int) -> list[Any]:
+        """Return the shards of a lane, to read one after the other."""
+        if self._is_sharded:
+            return [self._built.shard(num_shards=lanes, index=lane)]
+        if isinstance(self._built, list):
+            return self._built[lane::lanes]
+        return [self._built]
+
+
+def _refuse_buffers(what: str, built: Any) -> None:
+    """Raise `ConfigError` for a data set of Hugging Face with a shuffle buffer, which is not part
+    of its state."""
+    each = getattr(built, "_ex_iterable", None)
+    while each is not None:
+        if type(each).__name__.startswith("BufferShuffled"):
+            raise ConfigError(
+                f"{what}: the buffer of .shuffle() is filled with other samples after a resume; "
+                "omit it and set data.shuffle_buffer"
+            )
+        each = getattr(each, "ex_iterable", None)
+
+
+class _Lane:
+    """Reads one lane of a source, window by window; the next window is read in advance."""
+
+    def __init__(self, parts: list[Any], order: Order, parts_order: Order, what: str) -> None:
+        self._parts, self._order, self._what = parts, order, what
+        self._parts_order = parts_order
+        self.size = order.size
+        self.notes: dict[int, Note] = {0: {"window": 0, "epoch": 0, "part": 0, "item": 0}}
+        self._samples: dict[int, list[Any]] = {}  # the current window
+        self._next: tuple[int, Future[list[Any]]] | None = None
+        self._at: Note = {"window": -1}  # position of the iterator
+        self._iterator: Iterator[Any] = iter(())
+
+    def start(self, window: int, pool: ThreadPoolExecutor) -> None:
+        """Begin to read ``window``, unless it is here or being read."""
+        if window in self._samples or (self._next is not None and self._next[0] == window):
+            return
+        if self._next is not None:
+            self._next[1].exception()  # wait: one thread at a time may use the iterator
+        self._next = window, pool.submit(self._read, window)
+
+    def sample(self, index: int, pool: ThreadPoolExecutor) -> Any:
+        """Return the sample at an index of the lane."""
+        window = index // self.size
+        if window not in self._samples:
+            self.start(window, pool)
+            assert self._next is not None
+            samples = self._next[1].result()
+            self._samples = {window: samples}
+            self._next = None
+            self.start(window + 1, pool)
+        return self._samples[window][int(self._order.index(np.array([index]))[0])]
+
+    def note_of(self, index: int) -> Note:
+        """Return the last note at or before an index, and forget earlier ones."""
+        window = index // self.size
+        last = max(at for at in list(self.notes) if at <= window)
+        for at in list(self.notes):
+            if 0 < at < last:
+                del self.notes[at]
+        return self.notes[last]
+
+    def _read(self, window: int) -> list[Any]:
+        if self._at["window"] != window:
+            self._enter(max(at for at in list(self.notes) if at <= window))
+            while self._at["window"] < window:
+                self._take()
+        return self._take()
+
+    def _take(self) -> list[Any]:
+        """Read the window at the iterator, and note the position behind it."""
+        samples = [self._following() for _ in range(self.size)]
+        self._at["window"] += 1
+        part = self._part()
+        source = None
+        if self._at["item"] and hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+            source = _plain_state(self._what, part.state_dict())
+        self.notes[self._at["window"]] = {**self._at, "source": source}
+        if len(self.notes) > _MOST_NOTES:
+            del self.notes[sorted(self.notes)[1]]  # after the beginning
+        return samples
+
+    def _part(self) -> Any:
+        number = self._at["epoch"] * len(self._parts) + self._at["part"]
+        return self._parts[int(self._parts_order.index(np.array([number]))[0])]
+
+    def _enter(self, window: int) -> None:
+        """Move the iterator to the position that is noted for ``window``."""
+        note = dict(self.notes[window])
+        source, self._at = note.pop("source", None), note
+        self._iterator = self._opened()
+        if source is not None:
+            part = self._part()
+            part.load_state_dict(source)
+            self._iterator = iter(part)
+            return
+        for _ in range(self._at["item"]):
+            next(self._iterator)
+
+    def _opened(self) -> Iterator[Any]:
+        part, epoch = self._part(), self._at["epoch"]
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+        return iter(part)
+
+    def _following(self) -> Any:
+        for _ in range(2 * len(self._parts) + 1):
+            sample = next(self._iterator, _END)
+            if sample is not _END:
+                self._at["item"] += 1
+                return sample
+            self._at["part"] += 1
+            self._at["item"] = 0
+            if self._at["part"] == len(self._parts):
+                self._at["part"] = 0
+                self._at["epoch"] += 1
+            self._iterator = self._opened()
+        raise ConfigError(f"{self._what} has a lane of shards without samples")
+
+
+def _plain_state(what: str, state: Any) -> Any:
+    """Return a copy of a source's state; None for one that a checkpoint cannot contain."""
+    try:
+        copied = json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        copied = None
+    if copied is None or copied != state:
+        _warn(f"{what}: its state_dict is not plain JSON; a resume reads its shard from the start")
+        return None
+    return copied
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    log.warning(text)
+
+
+class IterableStream(SampleStream):
+    """The samples of iterables, addressed by position. See [Note: positions in iterables].
+
+    Args:
+        sources: their shards; several make a mixture.
+        schedule: the source of each position.
+        config: ``workers`` and ``shuffle_buffer``.
+        lanes: parts of a global batch that are read from different shards.
+        global_batch_size: positions of a global batch; a multiple of ``lanes``.
+        seed, name: choose the order in windows.
+    """
+
+    def __init__(
+        self,
+        sources: list[Shards],
+        schedule: Schedule,
+        config: DataConfig,
+        *,
+        lanes: int,
+        global_batch_size: int,
+        seed: int,
+        name: str = "train",
+        **_: Any,  # of a stream with an end
+    ) -> None:
+        self.shape = sources[0].collation.shape
+        self.end, self._limit = None, math.inf
+        self._length = 0  # unknown
+        self._prepare, self._vocab_size = None, None
+        self._sources, self._schedule = sources, schedule
+        self._batch_size, self.lanes = global_batch_size, lanes
+        self._block_size = global_batch_size // lanes
+        buffer = config.shuffle_buffer
+        self._window = -(-buffer // lanes) if buffer else _UNSHUFFLED
+        self._is_shuffled, self._identity = buffer > 0, (seed, name)
+        self._pool = ThreadPoolExecutor(thread_count(config.workers), "parallel2d-read")
+        self._open: dict[str, _Lane] = {}
+        self._known: dict[str, Note] = {}  # of all lanes, as of the last save
+        self._lock = threading.Lock()
+        self._table = functools.cache(self._compute_table)
+
+    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
+        """Collate the samples at the positions ``where``; without any, one with weight zero."""
+        samples = [self._sources[0].first]
+        if rows:
+            places = [self._place(position) for position in where.tolist()]
+            with self._lock:
+                # All lanes read at once, each one its first window.
+                begun = set()
+                for source, lane, index in places:
+                    if (source, lane) not in begun:
+                        self._lane(source, lane).start(index // self._window, self._pool)
+                        begun.add((source, lane))
+                samples = []
+                for source, lane, index in places:
+                    samples.append(self._lane(source, lane).sample(index, self._pool))
+        return batch_of(self._sources[0].collation, samples, rows, where)
+
+    def _place(self, position: int) -> tuple[int, int, int]:
+        """Return (source, lane, index in the lane of that source) of a position."""
+        batch, offset = divmod(position, self._batch_size)
+        lane, within = divmod(offset, self._block_size)
+        sources, before, totals = self._table(lane)
+        period, at = divmod(batch * self._block_size + within, len(sources))
+        source = int(sources[at])
+        return source, lane, period * int(totals[source]) + int(before[at])
+
+    def _compute_table(self, lane: int) -> tuple[Array, Array, Array]:
+        """Return for each index of a lane, until the schedule repeats: the source, the number of
+        earlier samples of this source; and the number of samples of each source."""
+        period = self._schedule.period
+        batches = np.arange(period // math.gcd(period, self._batch_size)) * self._batch_size
+        offsets = lane * self._block_size + np.arange(self._block_size)
+        sources, _ = self._schedule.locate((batches[:, None] + offsets).ravel())
+        before = np.empty_like(sources)
+        for source in range(len(self._sources)):
+            chosen = sources == source
+            before[chosen] = np.arange(int(chosen.sum()))
+        return sources, before, np.bincount(sources, minlength=len(self._sources))
+
+    def _lane(self, source: int, lane: int) -> _Lane:
+        key = f"{source}/{lane}"
+        if key not in self._open:
+            seed, name = self._identity
+            shards = self._sources[source]
+            parts = shards.of_lane(lane, self.lanes)
+            kind = Order if self._is_shuffled else _Identity
+            opened = _Lane(
+                parts,
+                kind(self._window, seed, f"{name}/{key}"),
+                Order(len(parts), seed, f"{name}/{key}/shards"),
+                shards.what,
+            )
+            if (note := self._known.get(key)) is not None:
+                opened.notes[note["window"]] = note
+            self._open[key] = opened
+        return self._open[key]
+
+    def notes_at(self, samples: int) -> dict[str, Note]:
+        """Return the notes of the lanes that this rank has read, at the position ``samples``: the
+        beginning of a global batch."""
+        with self._lock:
+            found = dict(self._known)
+            for key, opened in self._open.items():
+                source, lane = map(int, key.split("/"))
+                sources, _, totals = self._table(lane)
+                period, at = divmod(samples // self._batch_size * self._block_size, len(sources))
+                index = period * int(totals[source]) + int((sources[:at] == source).sum())
+                note = opened.note_of(index)
+                if note["window"] >= found.get(key, note)["window"]:
+                    found[key] = note
+            return found
+
+    def known_state(self) -> dict[str, Any]:
+        return {STATE: self._known}
+
+    def collect(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        known: dict[str, Note] = {}
+        for notes in all_gather(self.notes_at(int(state["samples"]))):
+            for key, note in notes.items():
+                if note["window"] >= known.get(key, note)["window"]:
+                    known[key] = note
+        with self._lock:
+            self._known = known
+        return self.known_state()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from the ``state`` of a run. Raises `ConfigError` for notes that `collect`
+        cannot have returned."""
+        known = state.get(STATE) or {}
+        counts = ("window", "epoch", "part", "item")
+        for note in known.values():
+            if not all(is_count(note.get(key), _LARGEST) for key in counts):
+                raise ConfigError("no run can continue from the checkpoint's positions in streams")
+        with self._lock:
+            self._open, self._known = {}, dict(known)
+
+
+class _Identity(Order):
+    """Windows in the order of the source."""
+
+    def index(self, positions: Array) -> Array:
+        return positions % self.size
