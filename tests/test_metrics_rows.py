@@ -51,12 +51,15 @@ def test_goodput_names_where_the_wall_time_went(clock):
     ledger.add(
         {"step_s": 2.0, "data_s": 0.5, "checkpoint_s": 1.0, "validation_s": 1.5}, first=False
     )
-    clock.now += 10.0
+    # Half of the ranks are left; they began the step again after 2 s.
+    ledger.add({"step_s": 4.0, "data_s": 0.4}, first=False, live=0.5, lost_s=2.0)
+    clock.now += 14.0
     row = ledger.row()
-    assert row["goodput/fraction"] == pytest.approx(0.15)
+    assert row["goodput/fraction"] == pytest.approx((1.5 + 0.8) / 14)
     lost = {name: row[f"goodput/lost_{name}_s"] for name in keys.LOSSES}
-    expected = {"first_step": 5.0, "data": 0.5, "checkpoint": 1.0, "validation": 1.5}
-    assert lost == {**expected, "restart": 0.0, "repeated": 0.0}
+    expected = {"first_step": 5.0, "data": 0.9, "checkpoint": 1.0, "validation": 1.5}
+    expected |= {"restart": 0.0, "repeated": 0.0, "replicas": 2.8}
+    assert lost == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

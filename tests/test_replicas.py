@@ -142,9 +142,26 @@ def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
         kill(job, 0)
         jobs.wait_for(lambda: rows_so_far(tmp_path)[-1]["replicas/joined"] == 1)
         assert second in jobs.ranks_of(job.pid)
-    last = jobs.rows(tmp_path / "run")[-1]
+    rows = jobs.rows(tmp_path / "run")
+    last = rows[-1]
     assert last["replicas/joined"] == 1
     assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
+    assert 0 < last["replicas/lost_s"] < 20
+    shares = set()
+    for row, later in itertools.pairwise(rows):
+        if row["replicas/lost_s"] == 0 or "time/step_s" not in row:
+            continue
+        # The rows of one writer
+        live = later["replicas/present"]
+        shares.add(live / 2)
+        per_rank = later["throughput/tokens_per_s_per_rank"]
+        assert per_rank * live == pytest.approx(later["throughput/tokens_per_s"])
+        lost_s = later["replicas/lost_s"] - row["replicas/lost_s"]
+        computed = later["time/step_s"] - lost_s - later["time/data_s"]
+        useful = later["goodput/useful_s"] - row["goodput/useful_s"]
+        assert useful == pytest.approx(live / 2 * computed, rel=1e-3)
+    assert shares == {0.5, 1.0}
+    assert last["goodput/lost_replicas_s"] > last["replicas/lost_s"]
     log = (tmp_path / "run/train.log").read_text()
     assert "replicas   [1] of 2 are live: " in log
     assert "replicas   [0, 1] of 2 are live: from step" in log

@@ -69,6 +69,7 @@ class StepQuorum:
         self._buffers = KeptBuffers(self._model)
         self._leads = not quorum.incarnation and quorum.rank == 0
         self._repeats = False  # the next step is a repetition
+        self._lost_since = time.perf_counter()
         self._joins = False  # a replica waits to join
         self._leaving: set[int] = set()  # replicas that leave before the next step
         self._has_joined = False  # a replica has joined before the last step
@@ -119,6 +120,8 @@ class StepQuorum:
         """Form the quorum of the next step, or of its repetition, and assign the parts of its
         global batch. Replicas join and leave here; it does not return in a replica that leaves."""
         quorum = self._quorum
+        if not self._repeats and quorum.has_state:
+            self._lost_since = time.perf_counter()
         received = rolled_back = None
         note = ""
         while quorum.state is ReplicaState.MISSING:
@@ -157,16 +160,18 @@ class StepQuorum:
                 self.lose_state()
                 return False
             self._finish_sending()
-            is_committed = quorum.should_commit(status)
+            is_committed, seconds = quorum.should_commit(status), 0.0
             self.lead()
             if not is_committed:
                 self._discard_gradients()
                 self._buffers.put_back()
-                self._wait_for_enough()
+                seconds = self._wait_for_enough()
                 self._repeats = True
                 self._totals[keys.REPEATED_SAMPLES] += self._plan.global_batch_size
-            seconds = time.perf_counter() - begin
-            self._totals[keys.REPLICAS_LOST_S] += seconds
+            else:
+                # The part of this rank in the step is not lost.
+                self._lost_since = begin
+            seconds += self._count_lost()
             how = "to its end" if is_committed else "again"
             self._log(f"step {self._step + 1} {how} after {seconds:.2f} s")
             return is_committed
@@ -228,6 +233,7 @@ class StepQuorum:
             self._regroup(admit=False)
             self._log(f"replicas {sorted(leaving)} were asked to stop")
         elif quorum.epoch != self._assigned:  # a replica failed between two steps
+            self._count_lost()
             self._log(f"from step {self._step + 1} on")
         self._wait_for_enough()
 
@@ -243,12 +249,22 @@ class StepQuorum:
         self._finish_sending()
         self._quorum.regroup(admit=admit, least=least)
 
-    def _wait_for_enough(self) -> None:
-        """Wait for ``launch.min_replicas``. If a rank is asked to stop meanwhile, one more step is
-        done and saved."""
-        if len(self._quorum.members) < self._least:
-            self._log(f"waiting for launch.min_replicas={self._least}")
-            self._admit(self._least)
+    def _wait_for_enough(self) -> float:
+        """Wait for ``launch.min_replicas``, and return the lost seconds. If a rank is asked to stop
+        meanwhile, one more step is done and saved."""
+        if len(self._quorum.members) >= self._least:
+            return 0.0
+        self._log(f"waiting for launch.min_replicas={self._least}")
+        self._admit(self._least)
+        return self._count_lost()
+
+    def _count_lost(self) -> float:
+        """Count the time since the begin of the step, or since the last call in it, as lost, and
+        return its seconds."""
+        begin, self._lost_since = self._lost_since, time.perf_counter()
+        seconds = self._lost_since - begin
+        self._totals[keys.REPLICAS_LOST_S] += seconds
+        return seconds
 
     def _follow_members(self) -> None:
         """Scale the error feedback, which replicas average, for the current members."""
@@ -269,7 +285,7 @@ class StepQuorum:
         [Note: in-memory checkpoints]. Returns the state of the checkpoint and a line for the log.
         Raises `ReplicaLost`."""
         quorum = self._quorum
-        begin, before = time.perf_counter(), self._step
+        before = self._step
         while True:
             quorum.regroup_all(self._least)
             if len(quorum.members) < self._least:  # a rank was asked to stop meanwhile
@@ -285,9 +301,8 @@ class StepQuorum:
         step = state["step"]
         if before > step:
             self.lead()  # before `Trainer.load_state_dict`: the rows of later steps remain
-        seconds = time.perf_counter() - begin
+        seconds = self._count_lost()
         self._totals[keys.REPLICAS_JOINED] += len(quorum.joined)
-        self._totals[keys.REPLICAS_LOST_S] += seconds
         self._totals[keys.REPEATED_SAMPLES] += (before - step) * self._plan.global_batch_size
         self._totals = broadcast(self._totals)
         quorum.complete_join()

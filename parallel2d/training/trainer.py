@@ -165,8 +165,8 @@ class Trainer(TrainerParts):
         survivors repeat the step until all of them have it completely. Collective. Raises
         `RunTakenOver` on rank 0.
         """
-        assignment = self._form_quorum(feed)
         begin, busy = time.perf_counter(), time.process_time()
+        assignment = self._form_quorum(feed)
         self.recorder.start_step(self.progress.step + 1)
         self.clock.start()
         batch = self._read_part(assignment, feed, again=False)

@@ -83,5 +83,5 @@ GOODPUT = "goodput/fraction"
 USEFUL_S = "goodput/useful_s"
 WALL_S = "goodput/wall_s"
 UNIX_S = "goodput/unix_s"
-LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated")
+LOSSES = ("first_step", "data", "checkpoint", "validation", "restart", "repeated", "replicas")
 lost_key = "goodput/lost_{}_s".format  # for one of ``LOSSES``

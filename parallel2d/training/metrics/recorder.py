@@ -76,7 +76,8 @@ class Recorder:
         self._stands = 0  # the step of the last row that another rank wrote
         # Sums over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
-        self._counted = 0
+        self._counted, self._rank_s = 0, 0.0
+        self._lost_s = 0.0  # `keys.REPLICAS_LOST_S` of the step before
         # Sums over all steps except the first, for the estimate of the remaining time
         self._steady_s, self._steady_steps = 0.0, 0
 
@@ -186,8 +187,12 @@ class Recorder:
             given: metrics of hooks; the next row contains the newest value of each.
         """
         first, self._first = self._first, False
-        self._goodput.add(seconds, first=first)
-        self._was_short |= absent_ranks() > 0
+        live_ranks = self.ranks - absent_ranks()
+        lost_s = given.get(keys.REPLICAS_LOST_S, 0.0)
+        # The total begins again with all replicas.
+        lost_here, self._lost_s = max(0.0, lost_s - self._lost_s), lost_s
+        self._goodput.add(seconds, first=first, live=live_ranks / self.ranks, lost_s=lost_here)
+        self._was_short |= live_ranks < self.ranks
         self._given |= given
         if outcome.outer_norm is not None:
             self._outer[keys.OUTER_NORM] = outcome.outer_norm
@@ -196,7 +201,7 @@ class Recorder:
         busy_s = [report.busy_s for report in outcome.ranks]
         if not first:
             self._warn(self._stragglers.check(busy_s))
-            self._add(seconds, outcome.ranks)
+            self._add(seconds, outcome.ranks, live_ranks)
         is_due = progress.step % self.log_every == 0
         if not any((first, last, is_due, validation is not None)):
             return None
@@ -237,13 +242,19 @@ class Recorder:
             row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
         return row | self._goodput.row() | self._outer
 
-    def _add(self, seconds: Mapping[str, float], reports: Sequence[RankReport]) -> None:
-        """Add one step to the sums: the seconds of this step, the traffic of the previous one."""
+    def _add(
+        self, seconds: Mapping[str, float], reports: Sequence[RankReport], live_ranks: int
+    ) -> None:
+        """Add one step of ``live_ranks`` to the sums: the seconds of this step, the traffic of the
+        previous one."""
+        self._rank_s += seconds["step_s"] * live_ranks
+        # Failed ranks report nothing.
+        reporting = sum(report.busy_s > 0 for report in reports) or len(reports)
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
         for key in reports[0].communication:  # the same on all ranks
             total = sum(report.communication[key] for report in reports)
-            self._sums[key] += total / (len(reports) - absent_ranks())
+            self._sums[key] += total / reporting
         self._counted += 1
         self._steady_s += seconds["step_s"]
         self._steady_steps += 1
@@ -255,8 +266,10 @@ class Recorder:
         self._crossed_steps += self._counted
         # The counted traffic belongs to the step before.
         as_predicted = max(self._step - self._counted, 1) > self.warmup
+        # Seconds of a step, multiplied by the number of live ranks
+        rank_s = self._rank_s / self._counted
         self._sums.clear()
-        self._counted = 0
+        self._counted, self._rank_s = 0, 0.0
         if self.meter:
             row[keys.BYTES_BETWEEN_HOSTS] = sum(
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
@@ -268,9 +281,9 @@ class Recorder:
             exact = self.exact_bytes * self._crossed_steps
             row[keys.COMPRESSION] = exact / self._crossed_bytes
         row[keys.TOKENS_PER_S] = self.tokens_per_step / row[keys.STEP_S]
-        row[keys.TOKENS_PER_S_PER_RANK] = row[keys.TOKENS_PER_S] / self.ranks
+        row[keys.TOKENS_PER_S_PER_RANK] = self.tokens_per_step / rank_s
         if self.flops_per_step is not None:
-            flops_per_rank = self.flops_per_step / row[keys.STEP_S] / self.ranks
+            flops_per_rank = self.flops_per_step / rank_s
             row[keys.MODEL_TFLOPS_PER_RANK] = flops_per_rank / 1e12
             if self.peak_flops is not None:
                 row[keys.MFU] = flops_per_rank / self.peak_flops
@@ -446,15 +459,32 @@ class Goodput:
         self._lost["restart"] += pause
         self._begun = time.time() - seconds_in(last_row, keys.WALL_S) - pause
 
-    def add(self, seconds: dict[str, float], *, first: bool) -> None:
+    def add(
+        self,
+        seconds: dict[str, float],
+        *,
+        first: bool,
+        live: float = 1.0,
+        lost_s: float = 0.0,
+    ) -> None:
         """Add one step. The whole first step of a process (compilation, first touch of memory)
-        counts as lost."""
+        counts as lost.
+
+        Args:
+            live: the share of the ranks that computed the step; the share of the others in its time
+                is lost to ``replicas``.
+            lost_s: the part of the step before its last attempt, also lost to ``replicas``.
+        """
         if first:
             self._lost["first_step"] += seconds["step_s"]
         else:
-            data = min(seconds.get("data_s", 0.0), seconds["step_s"])
+            lost_s = min(lost_s, seconds["step_s"])
+            data = min(seconds.get("data_s", 0.0), seconds["step_s"] - lost_s)
             self._lost["data"] += data
-            self._useful += seconds["step_s"] - data
+            self._lost["replicas"] += lost_s
+            computed = seconds["step_s"] - lost_s - data
+            self._useful += live * computed
+            self._lost["replicas"] += (1 - live) * computed
         self._lost["checkpoint"] += seconds.get("checkpoint_s", 0.0)
         self._lost["validation"] += seconds.get("validation_s", 0.0)
 
