@@ -88,6 +88,18 @@ def test_search_keeps_given_keys():
     assert layout.config.activation_checkpointing.every == 2
     named = found(UNTRACED, "strategy.name=zero2")
     assert {layout.words[0] for layout in named.ranked} == {"strategy=zero2"}
+    assert "one replica:" not in ranking_lines(named)[-1], "the user has chosen it"
+
+
+def test_ranking_gives_the_reasons_of_a_small_batch_and_of_flat_sharding():
+    small = ranking_lines(found(UNTRACED, "train.global_batch_size=4", "mesh.tensor=2"))
+    assert (
+        small[-1].strip().startswith("train.global_batch_size=4 is less than one sample per rank")
+    )
+    fast = [f"cluster.between_nodes.{way}_gbit=28800" for way in ("up", "down")]
+    sizes = ("model.dim=2048", "model.hidden_dim=8192", "train.seq_len=2048")
+    lines = ranking_lines(found(UNTRACED, "activation_checkpointing=none", *sizes, *fast))
+    assert lines[-1].strip().startswith("one replica: the network is fast enough")
 
 
 def test_chosen_layout_was_traced_and_faster_layouts_do_not_fit():

@@ -183,6 +183,25 @@ def ranking_lines(result: SearchResult) -> list[str]:
         lines.append(f"{_INDENT}{'':>9}  {'':>12}  {layout.reason or 'chosen'}")
     if len(shown) < len(result.ranked):
         lines.append(f"{_INDENT}and {len(result.ranked) - len(shown)} more")
+    return [*lines, *_reason_lines(result)]
+
+
+def _reason_lines(result: SearchResult) -> list[str]:
+    """Return the reasons that are not in the table: a batch too small for the cluster, and a fast
+    network."""
+    lines, cost = [], result.chosen.cost
+    batch, ranks = cost.layout.global_batch_size, cost.shape.world_size
+    if batch < ranks:
+        lines.append(
+            f"{_INDENT}train.global_batch_size={batch} is less than one sample per rank, which "
+            f"slows every layout: use at least {ranks}"
+        )
+    had_choice = any(each.cost.shape.replicate > 1 for each in result.ranked)
+    if had_choice and cost.shape.replicate == 1 and not cost.places["shard"].is_inside:
+        lines.append(
+            f"{_INDENT}one replica: the network is fast enough that sharding over all hosts waits "
+            f"{wait_between_hosts(result.chosen):.0%} of a step for it"
+        )
     return lines
 
 
