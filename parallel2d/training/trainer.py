@@ -220,7 +220,11 @@ class Trainer(TrainerParts):
             seconds,
             validation,
             last=last or self.preempted,
-            given={**agreed.metrics, **(self.membership.row() if self.membership else {})},
+            given={
+                **batch.metrics,
+                **agreed.metrics,
+                **(self.membership.row() if self.membership else {}),
+            },
         )
         if row is not None:
             self._calls.row(step, row)
