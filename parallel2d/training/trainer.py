@@ -221,7 +221,7 @@ class Trainer(TrainerParts):
             validation,
             last=last or self.preempted,
             given={
-                **batch.metrics,
+                **keys.of_batch(batch.metrics),
                 **agreed.metrics,
                 **(self.membership.row() if self.membership else {}),
             },

@@ -23,7 +23,6 @@ from parallel2d.base.device import current_device, set_device
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.stream import Position, SampleStream
-from parallel2d.training.metrics import keys
 
 _AUTO_LIMIT = 8  # sequences of an automatic micro-batch
 
@@ -236,8 +235,8 @@ class BatchFeed:
             work, tokens = loads[0].tolist(), int(loads[1].sum())
             slots = plan.global_batch_size * self._stream.shape.targets_per_sample
             metrics = {
-                keys.PADDING: 1 - tokens / slots,
-                keys.IMBALANCE: plan.imbalance(work),
+                "padding": 1 - tokens / slots,
+                "imbalance": plan.imbalance(work),
             }
         batches = [self._stream.read(positions) for positions in plan.positions(position, work)]
         if self._device.type != "cpu":

@@ -29,6 +29,11 @@ set_loss_key = "validation/{}/loss".format  # for a named data set of ``data.val
 _SET_LOSS = re.compile(set_loss_key("(.+)"))
 
 
+def of_batch(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a global batch by key."""
+    return {f"data/{name}": value for name, value in metrics.items()}
+
+
 def set_losses(row: Mapping[str, float]) -> dict[str, float]:
     """Return the losses of the data sets of ``data.validation`` in ``row``, by name."""
     found = filter(None, map(_SET_LOSS.fullmatch, row))
