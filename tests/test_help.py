@@ -52,7 +52,7 @@ def test_help_of_key_has_type_constraint_choices_readers_and_default():
         "sync.mix": "a number, at least 0 and at most 1, or auto",
         "optimizer.clip_norm": "a number, above 0, or inf",
         "checkpoint.folder": "text or null",
-        "data.packing": "packed or padded",
+        "data.packing": "packed, padded or fitted",
         "metrics.tensorboard": "true or false",
     }.items():
         assert found["", key].allowed == allowed

@@ -234,7 +234,7 @@ class Trainer(TrainerParts):
             seconds,
             validation,
             last=last or self.preempted,
-            given={**agreed.metrics, **self.quorum.metrics()},
+            given={**keys.of_batch(batch.metrics), **agreed.metrics, **self.quorum.metrics()},
         )
         if row is not None:
             self._calls.row(step, row)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from torch import nn
+
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.checks import check_steps
 from parallel2d.base.errors import ConfigError
@@ -33,6 +35,9 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
     if parts.vocab_size is not None and not config.data.has_own_samples:
         for stream in data.streams:
             stream.check_ids(parts.vocab_size)
+    embedding = next((e for e in parts.module.modules() if isinstance(e, nn.Embedding)), None)
+    if embedding is not None:
+        data.train.weigh(embedding.embedding_dim)
     batch = config.train.global_batch_size
     if config.data.name == "custom" and data.train.end is None and len(data.train) < batch:
         raise ConfigError(

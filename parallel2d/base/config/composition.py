@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from parallel2d.base import files
 from parallel2d.base.config.checks import validated
 from parallel2d.base.config.error_messages import dotted_keys, explain, first_line, unknown_key
-from parallel2d.base.config.job import Job, TrainConfig
+from parallel2d.base.config.job import Job, TrainConfig, with_tokens_per_batch
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.overrides import may_sweep, parse_arguments
 from parallel2d.base.config.schema import choices_by_group, initialized
@@ -120,7 +120,7 @@ def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
 def to_config(composed: DictConfig) -> TrainConfig:
     """Return the checked dataclasses of a composed config. Raises `ConfigError` with all
     problems."""
-    return validated(_to_dataclasses(composed))
+    return validated(with_tokens_per_batch(_to_dataclasses(composed)))
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -131,6 +131,12 @@ class LoopConfig:
     )
     seed: int = option(0, "Decides initial weights, data order and dropout", between=(0, 2**63 - 1))
     global_batch_size: int = option(32, "Samples of a step on all ranks", min=1)
+    tokens_per_batch: int | None = option(
+        None,
+        "Tokens of a step on all ranks, in sequences filled with whole documents. It sets "
+        "`global_batch_size`, `data.packing=fitted` and `data.intra_document_masking`",
+        min=1,
+    )
     micro_batch_size: int | str = option(
         "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", min=1
     )
@@ -369,6 +375,33 @@ class TrainConfig:
             checks=self.checks,
             fsdp=self.fsdp,
         )
+
+
+def with_tokens_per_batch(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with the keys that ``train.tokens_per_batch`` sets. Raises `ConfigError`
+    for keys that contradict it."""
+    train, data = config.train, config.data
+    if train.tokens_per_batch is None:
+        return config
+    given = f"train.tokens_per_batch={train.tokens_per_batch}"
+    rows, rest = divmod(train.tokens_per_batch, train.seq_len)
+    if rest or not rows:
+        near = max(1, rows) * train.seq_len
+        raise ConfigError(
+            f"{given} must be a multiple of train.seq_len={train.seq_len}, such as {near}"
+        )
+    if train.global_batch_size not in (LoopConfig().global_batch_size, rows):
+        raise ConfigError(
+            f"{given} are {rows} sequences, and train.global_batch_size={train.global_batch_size}: "
+            "omit one of them"
+        )
+    if data.has_own_samples or data.name == "bin":
+        raise ConfigError(f"{given} needs data with documents, and data={data.name} has none")
+    return replace(
+        config,
+        train=replace(train, global_batch_size=rows),
+        data=replace(data, packing="fitted", intra_document_masking=True),
+    )
 
 
 @dataclass(frozen=True)

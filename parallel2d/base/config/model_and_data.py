@@ -142,7 +142,9 @@ class DataConfig:
         read_by=("text", "chat", "hf"),
     )
     packing: str = _sequences(
-        "packed", "Documents one behind the other, or one a sequence", choices=("packed", "padded")
+        "packed",
+        "Documents one behind the other, one a row, or fitted: whole ones in rows",
+        choices=("packed", "padded", "fitted"),
     )
     intra_document_masking: bool = _sequences(False, "No attention and no target crosses documents")
     validation: dict[str, Any] = option(

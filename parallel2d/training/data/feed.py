@@ -11,9 +11,12 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
+import numpy as np
 import torch
 
 from parallel2d.base.device import current_device, set_device
@@ -73,14 +76,17 @@ class BatchPlan:
         """The data rank, and the number of data ranks."""
         return self._data_rank, self._data_ranks
 
-    def positions(self, first: int) -> list[list[Position]]:
+    def positions(self, first: int, work: Sequence[float] | None = None) -> list[list[Position]]:
         """Return ``micro_batch_size`` positions for each of this rank's micro-batches, in the
         global batch that starts at position ``first``.
 
         Micro-batch m of all ranks together is one contiguous range. Therefore the union over ranks
         is ``first .. first + global_batch_size - 1`` for every layout, and a run that continues on
-        another layout reads every sample exactly once.
+        another layout reads every sample exactly once. With ``work``, the cost of each position,
+        the same positions are dealt out so that all ranks compute about as much at a time.
         """
+        if work is not None:
+            return self._balanced(first, work, self._data_rank)
         batches: list[list[Position]] = []
         for step in range(self.accumulation):
             begin = (step * self._data_ranks + self._data_rank) * self.micro_batch_size
@@ -89,6 +95,26 @@ class BatchPlan:
                 [first + slot if slot < self.global_batch_size else None for slot in slots]
             )
         return batches
+
+    def _balanced(self, first: int, work: Sequence[float], rank: int) -> list[list[Position]]:
+        """Return the positions of one rank. Ranks take one position each in turn, the most costly
+        ones first, and every second turn in reverse."""
+        order = np.argsort(-np.asarray(work), kind="stable").tolist()
+        taken: list[Position] = []
+        for turn in range(self.accumulation * self.micro_batch_size):
+            place = rank if turn % 2 == 0 else self._data_ranks - 1 - rank
+            slot = turn * self._data_ranks + place
+            taken.append(first + order[slot] if slot < len(order) else None)
+        size = self.micro_batch_size
+        return [taken[begin : begin + size] for begin in range(0, len(taken), size)]
+
+    def imbalance(self, work: Sequence[float]) -> float:
+        """Return the work of the rank with the most, divided by the mean over ranks."""
+        sums = []
+        for rank in range(self._data_ranks):
+            taken = chain.from_iterable(self._balanced(0, work, rank))
+            sums.append(sum(work[at] for at in taken if at is not None))
+        return max(sums) * len(sums) / max(sum(sums), 1)
 
 
 def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) -> str:
@@ -121,6 +147,8 @@ class StepBatch:
     sample_hash: int  # sum over this rank's samples
     waited_s: float  # seconds that `BatchFeed.next` was blocked
     position: int  # position after this global batch, which a checkpoint stores
+    # Of the global batch, by key; equal on all ranks
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class BatchFeed:
@@ -219,7 +247,17 @@ class BatchFeed:
     def _read(self, position: int) -> StepBatch:
         if self._stream.ends_before(position, self.plan.global_batch_size):
             raise EndOfData(f"the data ends before position {position}")
-        batches = [self._stream.read(positions) for positions in self.plan.positions(position)]
+        plan, work = self.plan, None
+        metrics: dict[str, float] = {}
+        loads = self._stream.loads(position, plan.global_batch_size)
+        if loads is not None:
+            work, tokens = loads[0].tolist(), int(loads[1].sum())
+            slots = plan.global_batch_size * self._stream.shape.targets_per_sample
+            metrics = {
+                "padding": 1 - tokens / slots,
+                "imbalance": plan.imbalance(work),
+            }
+        batches = [self._stream.read(positions) for positions in plan.positions(position, work)]
         if self._device.type != "cpu":
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(
@@ -227,5 +265,6 @@ class BatchFeed:
             valid_tokens=sum(batch.valid_tokens for batch in batches),
             sample_hash=sum(batch.hash for batch in batches),
             waited_s=0.0,
-            position=position + self.plan.global_batch_size,
+            position=position + plan.global_batch_size,
+            metrics=metrics,
         )

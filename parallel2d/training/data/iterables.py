@@ -242,6 +242,7 @@ class IterableStream(SampleStream):
         self._length = 0  # unknown
         self._prepare, self._vocab_size = None, None
         self._sources, self._schedule = sources, schedule
+        self._components = []
         self._batch_size, self.lanes = global_batch_size, lanes
         self._block_size = global_batch_size // lanes
         buffer = config.shuffle_buffer
@@ -309,6 +310,9 @@ class IterableStream(SampleStream):
                 opened.notes[note["window"]] = note
             self._open[key] = opened
         return self._open[key]
+
+    def loads(self, first: int, count: int) -> None:
+        return None
 
     def notes_at(self, samples: int) -> dict[str, Note]:
         """Return the notes of the lanes that this rank has read, at the position ``samples``: the

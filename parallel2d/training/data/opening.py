@@ -24,7 +24,13 @@ from parallel2d.training.data.iterables import IterableStream, Shards
 from parallel2d.training.data.order import Schedule
 from parallel2d.training.data.prepare import content_key, folder_lock, prepare
 from parallel2d.training.data.reading import find_units
-from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
+from parallel2d.training.data.stream import (
+    FittedSamples,
+    PackedSamples,
+    PaddedSamples,
+    Samples,
+    SampleStream,
+)
 from parallel2d.training.data.token_shards import MANIFEST, TokenStore
 from parallel2d.training.data.tokenizer import load_tokenizer
 
@@ -182,8 +188,9 @@ class _Tokens:
                 self._end_id,
                 self._config.intra_document_masking,
             )
-            if self._config.packing == "padded":
-                each = PaddedSamples(store.splits[split], self._seq_len, self._end_id)
+            if self._config.packing != "packed":
+                kind = PaddedSamples if self._config.packing == "padded" else FittedSamples
+                each = kind(store.splits[split], self._seq_len, self._end_id)
             if len(each):
                 samples.append(each)
                 weights.append(weight)
@@ -219,7 +226,7 @@ class _Tokens:
             name = " + ".join(f"{weight} {each}" for weight, each in pairs)
         text = f"{name} {size / 1e6:,.1f} MB, {documents:,} documents, {samples:,} samples of "
         text += f"{self._seq_len} tokens"
-        if self._config.packing == "padded":
+        if self._config.packing != "packed":
             cut = sum(split.documents_longer_than(self._seq_len + 1) for split in splits)
             text += f", {cut:,} documents cut to that length" * (cut > 0)
         return text + f", {bad:,} bad rows omitted" * (bad > 0)

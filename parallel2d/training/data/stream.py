@@ -7,9 +7,11 @@ position depends only on the data, the size of a sample and the seed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +27,7 @@ Array = NDArray[np.int64]
 Position = int | None
 # Positions that are permuted together: permuting many costs little more than permuting one.
 _BLOCK = 1024
+_FITTED_TOGETHER = 4096  # documents that are fitted into rows together
 
 
 class Samples(Protocol):
@@ -97,6 +100,66 @@ class PaddedSamples(_TokenSamples):
             document_ids[:count], document_ids[count:] = 0, 1
 
 
+class FittedSamples(_TokenSamples):
+    """Sample i is a row of whole documents, each cut to T + 1 tokens, padded with end ids.
+
+    Rows are filled by best-fit decreasing in blocks of consecutive documents, which depends on
+    their sizes only.
+    """
+
+    def __init__(self, split: Any, seq_len: int, end_id: int) -> None:
+        super().__init__(split, seq_len, end_id)
+        rows: list[list[int]] = []
+        for first in range(0, split.documents, _FITTED_TOGETHER):
+            count = min(_FITTED_TOGETHER, split.documents - first)
+            rows += _fitted(split.document_sizes(first, count) - 1, first, seq_len)
+        self._starts = np.cumsum([0, *map(len, rows)])
+        self._documents = np.fromiter(chain.from_iterable(rows), np.int64, int(self._starts[-1]))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def sizes(self, index: int) -> Array:
+        """Return the tokens of each document in a row."""
+        spans = [self._split.document_span(each) for each in self._row(index)]
+        return np.array([min(end - begin - 1, self.seq_len) for begin, end in spans], np.int64)
+
+    def _row(self, index: int) -> list[int]:
+        return self._documents[self._starts[index] : self._starts[index + 1]].tolist()
+
+    def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
+        at = number = 0
+        for number, document in enumerate(self._row(index), 1):
+            begin, end = self._split.document_span(document)
+            count = min(self.seq_len, end - begin - 1)
+            self._fill(begin, count, inputs[at:], targets[at:])
+            if document_ids is not None:
+                document_ids[at : at + count] = number - 1
+            at += count
+        if document_ids is not None:
+            document_ids[at:] = number
+
+
+def _fitted(sizes: Array, first: int, most: int) -> list[list[int]]:
+    """Return rows of documents, which are numbered from ``first``: the largest document comes
+    first, each into the fullest row with room for it."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, row), ascending
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        size = min(int(sizes[index]), most)
+        if size < 1:  # a single token predicts nothing
+            continue
+        place = bisect_left(rooms, (size, -1))
+        if place == len(rooms):
+            room, row = most, len(rows)
+            rows.append([])
+        else:
+            room, row = rooms.pop(place)
+        rows[row].append(first + index)
+        insort(rooms, (room - size, row))
+    return rows
+
+
 @dataclass(frozen=True)
 class End:
     """The end of a finite stream, and the treatment of an incomplete last global batch."""
@@ -139,6 +202,7 @@ class SampleStream:
         self._prepare: Callable[[Batch], Batch] | None = None
         self._vocab_size: int | None = None
         self._with_ids, self._context = intra_document_masking, context
+        self._width = 1024
         # Positions that are read together lie in few blocks of the order.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
@@ -174,6 +238,27 @@ class SampleStream:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from the ``state`` of a run with `known_state`."""
+
+    def weigh(self, width: int) -> None:
+        """Have `loads` estimate the FLOPs of a model with hidden states of this width."""
+        self._width = width
+
+    def loads(self, first: int, count: int) -> tuple[Array, Array] | None:
+        """Return the estimated FLOPs and the tokens of ``count`` positions from ``first``, both up
+        to one factor; None for samples that are not fitted documents.
+
+        A block of a transformer takes about 24 d² FLOPs per token, and attention to n earlier
+        tokens 4 d n, half of them on average.
+        """
+        if not all(isinstance(each, FittedSamples) for each in self._components):
+            return None
+        work, tokens = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        where = np.arange(first, int(min(first + count, self._limit)))
+        for row, (component, index) in enumerate(self._locate(where)):
+            sizes: Array = component.sizes(index)  # type: ignore[attr-defined]
+            tokens[row] = sizes.sum()
+            work[row] = (sizes * (12 * self._width + sizes)).sum()
+        return work, tokens
 
     def prepare_by(self, prepare: Callable[[Batch], Batch]) -> None:
         """Pass every batch through ``prepare`` after it has been read."""

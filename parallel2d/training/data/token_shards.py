@@ -166,6 +166,11 @@ class TokenSplit:
         base = int(self._token_starts[shard])
         return base + (int(ends[local - 1]) if local else 0), base + int(ends[local])
 
+    def document_sizes(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the sizes of ``count`` documents from ``first``, in tokens with their end ids."""
+        spans = [self.document_span(document) for document in range(first, first + count)]
+        return np.array([end - begin for begin, end in spans], np.int64)
+
     def documents_longer_than(self, tokens: int) -> int:
         """Return the number of documents with more than ``tokens`` ids, end ids included."""
         count = 0

@@ -23,9 +23,15 @@ LEARNING_RATE = "learning_rate"
 TOKENS = "tokens"
 SAMPLES = "samples"
 BATCH_HASH = "data/batch_hash"
+PADDING, IMBALANCE = "data/padding", "data/imbalance"  # of fitted documents
 SKIPPED_STEPS = "skipped_steps"
 set_loss_key = "validation/{}/loss".format  # for a named data set of ``data.validation``
 _SET_LOSS = re.compile(set_loss_key("(.+)"))
+
+
+def of_batch(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a global batch by key."""
+    return {f"data/{name}": value for name, value in metrics.items()}
 
 
 def set_losses(row: Mapping[str, float]) -> dict[str, float]:

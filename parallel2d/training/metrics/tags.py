@@ -27,6 +27,8 @@ _DESCRIPTIONS = {
     keys.LEARNING_RATE: "Learning rate of the step",
     keys.TOKENS: "Valid targets so far, over all ranks",
     keys.SAMPLES: "Samples so far, over all ranks",
+    keys.PADDING: "Share of positions without a token, in the global batch of fitted documents",
+    keys.IMBALANCE: "Estimated FLOPs of the rank with the most, divided by the mean over ranks",
     keys.BATCH_HASH: "Sum of the hashes of the samples of the step",
     keys.SKIPPED_STEPS: "Steps so far without an update, because a gradient was not finite",
     keys.STEP_S: "Seconds per step, mean since the last row",
