@@ -1,11 +1,12 @@
 """Activation checkpointing: saved and recomputed operators, with unchanged losses and gradients."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import training
-from test_parity import check
+from test_parity import BOUNDS, check, compare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d.base.config import (
@@ -20,6 +21,7 @@ from parallel2d.base.config import (
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize import activation_offload
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
     offload_activations,
@@ -189,7 +191,6 @@ OFTEN = [
     ("hybrid", 2, "block", "full", {}),
     ("hybrid", 1, "block", "selective", {}),
     ("hybrid", 1, "layer", "full", {}),
-    ("hybrid", 2, "block", "offload", {}),
 ]
 RUNS = [
     ("hybrid", 2, "block", selecting("mm", "all_reduce"), {}),
@@ -207,6 +208,11 @@ RUNS = [
     ("hybrid", 1, "layer", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("hybrid_zero2", 1, "size", "selective", {"prefetch": PrefetchConfig(1, 2)}),
     ("zero3", 1, "layer", "full", {"prefetch": PrefetchConfig(2, 3)}),
+    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3), "fsdp": FSDPConfig(2, True)}),
+]
+
+
+OFFLOAD_RUNS = [
     ("zero3", 1, "layer", "offload", {"prefetch": PrefetchConfig(1, 2)}),
     ("ddp", 1, "block", "offload", {}),
     ("hybrid_full", 1, "block", OFFLOADED["full"], {}),
@@ -214,7 +220,6 @@ RUNS = [
     ("hybrid", 1, "block", "offload", {"compile": AOT}),
     ("hybrid", 2, "block", OFFLOADED["full"], {"compile": AOT}),
     ("hybrid", 1, "block", OFFLOADED["selective"], {"compile": AOT}),
-    ("hybrid", 2, "block", "none", {"prefetch": PrefetchConfig(2, 3), "fsdp": FSDPConfig(2, True)}),
 ]
 
 
@@ -232,6 +237,38 @@ def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mod
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
+
+
+def _train_counting_copies(mesh, config, accumulation):
+    """Train four layers; return also the number of storages that were copied to the host."""
+    copies = []
+    send = activation_offload._Region.send
+
+    def counted(region):
+        send(region)
+        copies.append(len(region._sent))
+
+    with mock.patch.object(activation_offload._Region, "send", counted):
+        llama = {"n_layers": 4}
+        result = training.train(mesh, config, steps=3, accumulation=accumulation, llama=llama)
+    return result, sum(copies)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "bucketing", "mode", "more"),
+    [
+        ("hybrid", 2, "block", "offload", {}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in OFFLOAD_RUNS),
+    ],
+)
+def test_offload_equals_one_process(ranks, strategy, tensor, bucketing, mode, more):
+    config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
+    config |= {"precision": "fp64", **more}
+    plain = ranks.run(1, _train_counting_copies, {}, {"precision": "fp64"}, 1)[0]
+    run = ranks.run(4, _train_counting_copies, {"tensor": tensor}, config, 2 // tensor)[0]
+    compare(run[0], plain[0], **BOUNDS["fp64"])
+    assert run[1] > 0
+    assert plain[1] == 0
 
 
 def offloaded_step(config):
