@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-# Arguments of peft.LoraConfig that do not depend on the values of the base and change only the
-# named layers. The other arguments would need unsharded weights, or tensors that are not saved.
+# Arguments of peft.LoraConfig that change only the named layers, and whose initial values are those
+# of the base, or norms of its rows. Others would need unsharded weights, or tensors that are not
+# saved.
 ARGUMENTS = (
     "r",
     "lora_alpha",
@@ -29,6 +31,8 @@ ARGUMENTS = (
     "rank_pattern",
     "alpha_pattern",
     "use_rslora",
+    "use_dora",
+    "bias",
     "lora_bias",
     "fan_in_fan_out",
     "init_lora_weights",
@@ -65,7 +69,7 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; other "
-            "features of peft (DoRA, other initial values, trained biases) are not supported"
+            "features of peft (other initial values, 4-bit bases) are not supported"
         )
     initial = arguments.get("init_lora_weights", True)
     # Not with `in`: 1 equals True.
@@ -77,6 +81,10 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
     rank = arguments.get("r", 8)
     if type(rank) is not int or rank < 1:
         raise ValueError(f"r={rank} must be a whole number of at least 1")
+    if arguments.get("bias", "none") not in ("none", "all", "lora_only"):
+        raise ValueError(f"bias={arguments['bias']} must be none, all or lora_only")
+    if type(arguments.get("use_dora", False)) is not bool:
+        raise ValueError(f"use_dora={arguments['use_dora']} must be true or false")
     try:
         return library().LoraConfig(**arguments)
     except (TypeError, ValueError) as error:
@@ -106,7 +114,29 @@ def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn
     made.base_model_name_or_path = os.path.abspath(path)
     # The library may have added settings, such as base parameters to adapt.
     checked_settings(plain_settings(made))
+    for name, _, layer in _magnitudes(adapted):
+        base = layer.get_base_layer()
+        if type(base).__name__ not in ("Linear", "Conv1D"):
+            raise ValueError(f"use_dora: {name} is of {type(base).__name__}, and must be a Linear")
     return adapted
+
+
+def _magnitudes(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each magnitude of DoRA, its parameter, and its layer."""
+    for name, layer in model.named_modules():
+        for adapter, part in getattr(layer, "lora_magnitude_vector", {}).items():
+            yield f"{name}.lora_magnitude_vector.{adapter}.weight", part.weight, layer
+
+
+def initial_magnitudes(
+    model: nn.Module, unsharded: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each magnitude of DoRA as (name, parameter, initial value): the norms of the rows of
+    the base's weight, to which an untrained adapter adds zero. ``unsharded`` may be collective."""
+    for name, magnitude, layer in _magnitudes(model):
+        weight = unsharded(layer.get_base_layer().weight.detach())
+        # A Conv1D of the library has a transposed weight.
+        yield name, magnitude, torch.linalg.norm(weight, dim=0 if layer.fan_in_fan_out else 1)
 
 
 def base_of(model: Any) -> tuple[nn.Module, str]:
@@ -144,15 +174,20 @@ def base_name(name: str, prefix: str) -> str | None:
     return ".".join(kept)
 
 
-def saved_name(name: str, adapter: str) -> str | None:
-    """Return the name of a parameter in peft's file of ``adapter``; None if peft omits it."""
+def saved_name(name: str, adapter: str, bias: str = "none") -> str | None:
+    """Return the name of a parameter in peft's file of ``adapter``; None if peft omits it.
+
+    ``bias``: the adapter's argument, which selects biases of the base that are trained.
+    """
     parts = name.split(".")
     for at, (part, following) in enumerate(pairwise(parts)):
         # A layer that is trained as a copy is saved under the layer's own name.
         is_copy = part == "modules_to_save"
         if following == adapter and (is_copy or part.startswith("lora_")):
-            return ".".join(parts[: at + (not is_copy)] + parts[at + 2 :])
-    return None
+            kept = parts[at + 2 :] if part != "lora_magnitude_vector" else []
+            return ".".join(parts[: at + (not is_copy)] + kept)
+    end = {"all": ".bias", "lora_only": ".base_layer.bias"}.get(bias)
+    return name if end is not None and name.endswith(end) else None
 
 
 def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -197,18 +232,20 @@ def checked_settings(plain: Mapping[str, Any]) -> Any:
     return lora_settings({key: plain[key] for key in ARGUMENTS if key in plain})
 
 
-def reset_adapter(layer: Any, model: nn.Module) -> None:
+def reset_adapter(layer: Any, model: nn.Module, is_given: Callable[[str], bool]) -> None:
     """Initialize the adapters of a layer of ``model``, if any, by peft's own rule.
 
     One factor is random, the other is zero. Raises ValueError for adapters with initial values that
-    are computed from the base's weights.
+    are computed from the base's weights, unless ``is_given`` of the name in the layer.
     """
     if not hasattr(layer, "reset_lora_parameters"):
         return
     settings = _adapters_in(model)
     for adapter in layer.r:
         initial = settings[adapter].init_lora_weights
-        if initial not in (True, "gaussian") or settings[adapter].use_dora:
+        has_magnitude = is_given(f"lora_magnitude_vector.{adapter}.weight")
+        lacks_magnitude = settings[adapter].use_dora and not has_magnitude
+        if initial not in (True, "gaussian") or lacks_magnitude:
             raise ValueError(
                 f"adapter {adapter}: init_lora_weights={initial}, "
                 f"use_dora={settings[adapter].use_dora} are computed from the base's weights, and "

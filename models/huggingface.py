@@ -35,7 +35,7 @@ _MOST = (
     (re.compile(r"(num|n)_(\w+_)?(experts|stages|blocks|codebooks|quantizers)"), 65_536, "modules"),
     (re.compile(r"num_labels|num_classes|n_classes"), 10_000_000, "labels"),
 )
-_FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantization_config")
+_FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone")
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
 # Searched in this order if neither the configuration nor the caller names a class: an encoder that
 # can also decode (BERT) is a masked model, and an encoder-decoder (T5, BART) translates.
@@ -128,6 +128,11 @@ def _check_settings(settings: Any) -> None:
     for key, value in entries.items():
         _check_settings(value)
         shown = f"{printable(key)}={printable(value)}"
+        if key == "quantization_config" and value:
+            raise ValueError(
+                f"{shown}: quantized weights, such as the base of QLoRA, are not loaded; use the "
+                "model's weights in 16 or 32 bits"
+            )
         of_others = (
             str(key).endswith("_implementation") and "/" in str(value),
             # Other libraries read the files that these name, or download them.

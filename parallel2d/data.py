@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 # Keys of data.* that are options of `prepare`
 _OPTIONS = {
-    "tokenizer": "bytes, or the path of a tokenizer.json",
+    "tokenizer": "bytes, or the path of a tokenizer.json or of its folder",
     "end_token": "ends a document; default: the tokenizer's usual one",
     "text_field": "of a row; default: %(default)s",
+    "chat_template": "file, with --from chat; default: in the tokenizer's folder",
     "document_kib": "longer text files are cut",
     "subset": "configuration of a data set",
     "split": "part of a data set; default: %(default)s",
@@ -64,7 +65,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     command.add_argument("path", nargs="?", help=text)
     text = "folder to write; started again, it is resumed"
     command.add_argument("--output", required=True, type=Path, help=text)
-    kinds = ("text", "hf", "stdlib")
+    kinds = ("text", "chat", "hf", "stdlib")
     command.add_argument("--from", dest="name", default="text", choices=kinds, help="default: text")
     for key, text in _OPTIONS.items():
         value = getattr(DataConfig(), key)

@@ -25,7 +25,7 @@ REPLICAS, STEPS_WITH_IT = 3, 9  # after the replica has rejoined
 
 def die(victim: int) -> None:
     replicas = current()
-    if (replicas.rank, replicas.life) == (victim, 0):
+    if (replicas.rank, replicas.incarnation) == (victim, 0):
         os.kill(os.getpid(), 9)
 
 
@@ -49,7 +49,7 @@ def train(folder: Path, sync: dict[str, Any], victim: int, step_of_loss: int, mo
             begin(self, fragment)
 
         OuterSync._begin = dying  # type: ignore[method-assign]
-    notes = folder / f"{members.rank}.{members.life}"
+    notes = folder / f"{members.rank}.{members.incarnation}"
     last = 0
     for step in replicas.steps(1, 10**6):
         while replicas.compute():

@@ -154,6 +154,8 @@ def exported(folder, kind):
     [
         ("gpt2", "{r: 4, target_modules: [c_attn], init_lora_weights: gaussian}"),
         ("mixtral", "{r: 4, target_modules: [q_proj], use_rslora: true}"),
+        ("gpt2", "{r: 4, target_modules: [c_attn], use_dora: true, bias: all}"),
+        ("phi3", "{r: 2, target_modules: all-linear, use_dora: true, use_rslora: true}"),
         ("llama", "{r: 2, target_modules: all-linear, modules_to_save: [lm_head]}"),
         ("llama", "{r: 2, target_modules: [embed_tokens, q_proj]}"),
     ],
@@ -189,6 +191,45 @@ def test_exported_adapter_loads_in_peft_with_equal_logits(ranks, folder, kind, a
     assert config["base_model_name_or_path"] == str(folder / "base")
 
 
+DORA = "{r: 4, lora_alpha: 16, target_modules: [q_proj, v_proj], use_dora: true, bias: lora_only}"
+
+
+def dora_is_trained(trainer):
+    """A magnitude and a bias of each adapted layer are trained, and biases of the others are not."""
+    for name, parameter in trainer.model.named_parameters():
+        is_adapted = "lora_" in name or name.endswith("base_layer.bias")
+        assert parameter.requires_grad == is_adapted, name
+    held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert len(held) == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "zero3", "ddp", "hybrid_full"])
+def test_dora_and_trained_biases_equal_one_process_and_resume_elsewhere(ranks, folder, strategy):
+    save_base(folder, attention_bias=True)
+    alone = train(ranks, folder, "alone", 1, ["strategy=ddp"], DORA, 6, dora_is_trained)
+    words = [f"strategy={strategy}", "activation_checkpointing=full"]
+    train(ranks, folder, "run", 4, words, DORA, 4, dora_is_trained)
+    same(train(ranks, folder, "run", 2, ["strategy=hybrid"], DORA, 2), alone)
+    folders = [folder / "run" / "checkpoints" / f"step-{step:08d}" for step in (2, 4)]
+    early, late = (Checkpoint.open(str(each)) for each in folders)
+    trained = [name for name in late.tensors if re.match(r"model/.*(magnitude|layer.bias)", name)]
+    assert len(trained) == 8
+    for name in trained:
+        assert not torch.equal(early.read(name), late.read(name)), name
+
+
+def test_initial_magnitudes_equal_peft(tmp_path):
+    path, adapter = save_base(tmp_path), {**LORA, "use_dora": True}
+    found = initial(path, adapter)[0].state_dict()
+    from peft import LoraConfig, get_peft_model
+
+    theirs = get_peft_model(loaded(path, "llama"), LoraConfig(**adapter)).state_dict()
+    names = [name for name in theirs if "magnitude" in name]
+    assert len(names) == 4
+    for name in names:
+        assert torch.equal(found[name], theirs[name]), name
+
+
 def test_adapter_run_resumes_on_another_layout(ranks, folder):
     save_base(folder)
     whole = train(ranks, folder, "whole", 1, ["strategy=ddp"], steps=6)
@@ -200,6 +241,11 @@ REFUSED = [
     ({"rank": 4}, "rank: an adapter is LoRA with r, lora_alpha,"),
     ({"r": 0}, "r=0 must be a whole number of at least 1"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa must be true or gaussian"),
+    (
+        {"use_dora": True, "target_modules": ["embed_tokens"]},
+        "is of Embedding, and must be a Linear",
+    ),
+    ({"bias": "some"}, "bias=some must be none, all or lora_only"),
     ({"target_modules": ["nothing"]}, "Target modules {'nothing'} not found in the base model"),
     ({}, 'pip install "parallel2d[peft]"'),  # without the library
 ]
@@ -229,7 +275,7 @@ def test_a_checkpoint_without_an_adapter_is_refused(tmp_path, capsys):
 
 PLANTED = [
     ({"peft_type": "IA3"}, "peft_type=IA3: only LORA is converted"),
-    ({"use_dora": True}, "use_dora=True: adapters of this kind"),
+    ({"use_qalora": True}, "use_qalora=True: adapters of this kind"),
     ({"megatron_core": "os", "megatron_config": {"a": 1}}, "megatron_co"),
     ({"r": "4"}, "r=4 must be a whole number"),
     ({"own": 1}, "own=1: adapters of this kind"),

@@ -7,7 +7,8 @@ import os
 import shutil
 import socket
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
@@ -445,6 +446,10 @@ def test_saving_keeps_the_learning_rate_of_a_scheduler():
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+class Kind(IntEnum):
+    FIRST = 1
+
+
 def test_user_state_dict_is_restored_as_saved(tmp_path):
     model = torch.nn.Linear(2, 2)
     checkpointer = Checkpointer(CheckpointConfig(every=1), tmp_path, None, model, None)
@@ -456,6 +461,7 @@ def test_user_state_dict_is_restored_as_saved(tmp_path):
         "pair": (1, [2]),
         "$tuple": math.inf,
         "best": {"loss": 1.5},
+        "order": OrderedDict({2: "two", 1: "one"}),
     }
     expected = copy.deepcopy(state)
     checkpointer.save_if_due(1, state)
@@ -464,5 +470,8 @@ def test_user_state_dict_is_restored_as_saved(tmp_path):
     found = checkpointer.restore()
     assert found == {**expected, "step": 1}
     assert type(found["scheduler"]["milestones"]) is Counter
-    with pytest.raises(ConfigError, match=r"state.nested\.device is a device: a checkpoint keeps"):
-        checkpointer.save_if_due(2, {"nested": {"device": torch.device("cpu")}})
+    assert type(found["order"]) is OrderedDict
+    for lost in (torch.device("cpu"), defaultdict(int), Kind.FIRST, torch.Size([1])):
+        refused = rf"state.nested\.lost is a {type(lost).__name__}: a checkpoint keeps"
+        with pytest.raises(ConfigError, match=refused):
+            checkpointer.save_if_due(2, {"nested": {"lost": lost}})

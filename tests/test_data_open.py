@@ -162,7 +162,7 @@ def test_prepared_folders_and_their_mixtures_are_read(tmp_path):
         ({"name": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib, only with"),
         ({"name": "tokens", "path": "nowhere"}, "nowhere is not a prepared folder"),
         ({"name": "tokens", "path": "x", "tokenizer": "y"}, "data.tokenizer=y has no effect with"),
-        ({"name": "other"}, "data.name=other is not one of stdlib, text, tokens, hf"),
+        ({"name": "other"}, "data.name=other is not one of stdlib, text, chat, tokens"),
         ({"end": "pad"}, "data.end=pad has no effect without data.epochs"),
         (
             {"packing": "padded", "intra_document_masking": True},

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from listening import free_port
 from torch import nn
 
@@ -121,6 +122,26 @@ def test_each_task_uses_the_one_device_that_it_sees():
         assert done.stdout.split()[:1] == ["toy:0"]
         assert "toy:toyccl" in done.stdout
         assert "cpu:gloo" in done.stdout
+
+
+class CapturedError(Exception):
+    """The process group was initialized with these arguments."""
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_groups_are_bound_to_the_gpu_with_streams_of_high_priority(monkeypatch, kind):
+    def initialize(backend, **given):
+        raise CapturedError(backend, given["device_id"], os.environ.get("TORCH_NCCL_HIGH_PRIORITY"))
+
+    own = torch.device(kind, 1) if kind == "cuda" else torch.device(kind)
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "")
+    monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY")
+    monkeypatch.setattr(device, "choose_device", lambda _: own)
+    monkeypatch.setattr(torch.distributed, "init_process_group", initialize)
+    with pytest.raises(CapturedError) as found:
+        parallel2d.setup()
+    bound = ("cpu:gloo,cuda:nccl", own, "1")
+    assert found.value.args == (bound if kind == "cuda" else ("gloo", None, None))
 
 
 def test_two_ranks_on_one_device_are_named():

@@ -316,15 +316,13 @@ def test_job_name_is_reusable_after_its_job_ended(server):
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
+def job(tmp_path):
     """Functions of a job with frequent heartbeats: ``launcher(size)`` makes a launcher,
     ``join(*launchers)`` joins at once, ``wait_for(condition, *launchers)`` waits while these poll.
     """
-    monkeypatch.setattr(rounds, "_BEAT_S", 0.1)
-    at, settings = (
-        own_rendezvous(str(tmp_path)),
-        LaunchConfig(nnodes="2:3", rendezvous_timeout=30.0),
-    )
+    at = own_rendezvous(str(tmp_path))
+    often = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 0.6}
+    settings = LaunchConfig(nnodes="2:3", rendezvous_timeout=30.0, **often)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         stack.callback(at.close)
 

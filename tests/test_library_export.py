@@ -212,7 +212,7 @@ HOSTILE = [
     ),
     (
         {"arguments": {"quantization_config": {"quant_method": "bitsandbytes"}}},
-        "stands for code, files or parts",
+        "quantized weights, such as the base of QLoRA, are not loaded",
     ),
     ({"arguments": {"num_hidden_layers": 10**9}}, "is more than 10,000 layers"),
     ({"arguments": {"num_labels": 10**9}}, "num_labels=1000000000 is more than"),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.gradients import clip_gradient_norm
 from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.weights.initial_values import InitialWeights
 
 
 class Gate(nn.Module):
@@ -257,25 +259,108 @@ def test_collectives_follow_strategy_and_bucketing(ranks, strategy, bucketing, e
     assert ranks.run(4, count, {"strategy": strategy, "bucketing": bucketing})[0] == expected
 
 
+class Scaled(nn.Module):
+    """Its initializer changes the values that modules below it have drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 13), nn.Linear(13, 9)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+            self.down.weight.copy_(self.up.weight.T)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Tied(nn.Module):
+    """Blocks of the kind above between tied matrices, and a separate parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 9), nn.Linear(9, 11, bias=False)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        self.gates = nn.ModuleDict({"a": Gate(9)})
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.gates["a"](x))
+
+
 def _weights(sizes, strategy, bucketing, llama):
+    """Return the initial weights, and how many values this rank has drawn."""
+    drawn = 0
+
+    def draw(initial, part, seed):
+        nonlocal drawn
+        values = original(initial, part, seed)
+        drawn += sum(map(torch.numel, values))
+        return values
+
+    original = InitialWeights.draw
     config = {"strategy": strategy, "bucketing": bucketing}
-    return training.weights_of(training.sharded(sizes, config, seed=3, **llama)[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InitialWeights, "draw", draw)
+        if llama is not None:
+            model = training.sharded(sizes, config, seed=3, **llama)[1]
+        else:
+            with build_on_meta():
+                model = Tied()
+            mesh = build_mesh(MeshSpec(**sizes), strategy)
+            parallelize(model, mesh, ParallelConfig(**config), seed=3)
+    return training.weights_of(model), drawn
 
 
-def test_initial_weights_are_bitwise_equal_on_every_mesh(ranks):
-    # sizes that divide unevenly
-    odd = {"dim": 36, "hidden_dim": 50, "vocab_size": 71, "n_heads": 6, "n_kv_heads": 2}
-    alone = ranks.run(1, _weights, {}, "hybrid", "block", odd)[0]
+# sizes that divide unevenly
+ODD = {"dim": 36, "hidden_dim": 50, "vocab_size": 71, "n_heads": 6, "n_kv_heads": 2}
+
+
+@pytest.mark.parametrize("llama", [ODD, None])
+def test_ranks_of_a_replica_draw_their_share_of_equal_initial_weights(ranks, llama):
+    alone, total = ranks.run(1, _weights, {}, "hybrid", "block", llama)[0]
     assert all((value != 0).any() for value in alone.values())
-    for sizes, strategy, bucketing in [
-        ({}, "zero3", "layer"),
-        ({}, "hybrid", "block"),
-        ({}, "ddp", "block"),
-        ({"tensor": 2}, "hybrid", "block"),
-    ]:
-        other = ranks.run(4, _weights, sizes, strategy, bucketing, odd)[0]
+    layouts = [({}, "zero3", "layer", 4), ({}, "hybrid", "block", 2), ({}, "ddp", "block", 1)]
+    if llama is not None:
+        layouts.append(({"replicate": 1, "shard": 2, "tensor": 2}, "hybrid", "block", 4))
+        layouts.append(({"replicate": 2, "shard": 1, "tensor": 2}, "hybrid", "block", 2))
+    for sizes, strategy, bucketing, sharing in layouts:
+        found = ranks.run(4, _weights, sizes, strategy, bucketing, llama)
+        other = found[0][0]
         assert alone.keys() == other.keys()
         assert all((alone[name] == other[name]).all() for name in alone)
+        drawn = [count for _, count in found]
+        assert sum(drawn) == total * 4 / sharing, strategy
+        assert max(drawn) < 1.25 * total / sharing, strategy
+
+
+def _failing_initializer():
+    with build_on_meta():
+        model = training.build_llama()
+
+    def init(module, name):
+        if name == "layers.0.feed_forward.w2":
+            raise ArithmeticError(f"no values for {name}")
+        model.init_weights(module, name)
+
+    mesh = build_mesh(MeshSpec(shard=2), "hybrid")
+    try:
+        parallelize(model, mesh, seed=0, init=init)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_initializer_that_fails_on_one_rank_is_an_error_on_all(ranks):
+    first, second = sorted(ranks.run(2, _failing_initializer))
+    assert first == ("ArithmeticError", "no values for layers.0.feed_forward.w2")
+    assert second[0] == "ConfigError"
+    assert re.fullmatch(
+        r"rank [01] failed to draw initial weights: ArithmeticError: no values for .*", second[1]
+    )
 
 
 def _initial_strange():

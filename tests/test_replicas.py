@@ -160,8 +160,8 @@ def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
     assert last["replicas/joined"] == 1
     assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
     log = (tmp_path / "run/train.log").read_text()
-    assert "replicas   [1] of 2 are there: " in log
-    assert "replicas   [0, 1] of 2 are there: from step" in log
+    assert "replicas   [1] of 2 are live: " in log
+    assert "replicas   [0, 1] of 2 are live: from step" in log
     text = (tmp_path / "said.txt").read_text()
     assert "Its replica restarts, the others continue" in text
     assert "Traceback" not in text
@@ -238,6 +238,40 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, comm
             jobs.wait_for(lambda before=before, present=present: present in counts()[before:])
         jobs.wait_for(lambda: last_row(tmp_path)[1] == 3)
     assert differs(tmp_path, *words) < 1e-12
+
+
+@pytest.mark.slow
+def test_stopped_rank_delays_the_others_until_the_heartbeat_timeout(tmp_path, communicator):
+    """A rank that continues before the timeout stays in the quorum. Without it the others continue
+    after the timeout, and its replica rejoins.
+    """
+    words = ("launch.nproc_per_node=2", "strategy=ddp", "launch.max_restarts=3")
+    with training(tmp_path, *words, "launch.heartbeat_timeout_s=2") as job:
+        jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
+        ranks = jobs.ranks_of(job.pid)
+        stopped = psutil.Process(ranks[1])
+        for _ in range(2):
+            stopped.suspend()
+            time.sleep(1.2)
+            step, _ = last_row(tmp_path)
+            stopped.resume()
+            jobs.wait_for(lambda at=step: last_row(tmp_path)[0] >= at + 3)
+        row = rows_so_far(tmp_path, 2)[-1]
+        assert (row["replicas/present"], row["replicas/joined"], row["replicas/lost_s"]) == (
+            2,
+            0,
+            0,
+        )
+        assert jobs.ranks_of(job.pid) == ranks
+        begin = time.monotonic()
+        stopped.suspend()
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == 1)
+        assert time.monotonic() - begin > 2
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == 2)
+        assert not stopped.is_running()
+        assert ranks[0] in jobs.ranks_of(job.pid)
+    assert jobs.rows(tmp_path / "run")[-1]["replicas/joined"] == 1
+    assert differs(tmp_path, "strategy=ddp") < 1e-10
 
 
 @pytest.mark.soak

@@ -145,6 +145,7 @@ PROGRAMS = (
     "replica without gradients",
     "hybrid_full int8",
     "diloco",
+    "in-memory checkpoints",
 )
 
 
@@ -214,7 +215,21 @@ MUTATIONS = (
     Mutations("pin_memory", SYNC, found=1),
     Mutations("pin_memory", TRAINING, found=1),
     Mutations("pin_memory", f"{TRAINING}.data", found=1),
-    Mutations("synchronize", f"{TRAINING}.checkpoint", found=1),
+    Mutations(
+        "synchronize",
+        f"{TRAINING}.checkpoint",
+        found=3,
+        redundant=1,
+        reason="the buffer is freed after the last copy",
+    ),
+    Mutations("wait_stream", f"{TRAINING}.checkpoint", found=5),
+    Mutations(
+        "stream context",
+        f"{TRAINING}.checkpoint",
+        found=0,
+        redundant=6,
+        reason="copies on the stream of training are correct, and not next to it",
+    ),
     Mutations(
         "synchronize",
         TRAINING,

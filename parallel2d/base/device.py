@@ -118,6 +118,20 @@ def backend_for(device_type: str) -> str:
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
+def bound_device(device: torch.device) -> torch.device | None:
+    """Return the ``device_id`` for `torch.distributed.init_process_group`; None without NCCL.
+
+    With it NCCL connects the ranks at the start, and makes the groups of a mesh from this
+    connection instead of connecting each group.
+    """
+    if device.type == "cpu" or dist.get_default_backend_for_device(device.type) != "nccl":
+        return None
+    # Asynchronous collectives run on streams of NCCL, which have normal priority by default. Those
+    # of FSDP2 run on its own streams of high priority.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    return device
+
+
 def current_device(device_type: str) -> torch.device:
     """Return the current device of this type, with its index if it has one."""
     if device_type == "cpu":
@@ -232,6 +246,11 @@ def new_stream(device_type: str) -> torch.Stream:
     return stream
 
 
+def new_copy_stream(device_type: str) -> torch.Stream:
+    """Return a stream for copies between device and host, with normal priority."""
+    return cast(torch.Stream, _module(device_type).Stream())
+
+
 def communication_streams() -> list[torch.Stream]:
     """Return the streams of `new_stream` that are in use; none on CPU."""
     return list(_streams)
@@ -254,6 +273,25 @@ def sent_to(device: torch.device, values: Tensor) -> Tensor:
         return values.to(device)
     # The allocator of pinned memory reuses the copy only after the device has read it.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def host_buffer(size: int, device_type: str) -> Tensor:
+    """Return ``size`` bytes of CPU memory that a device can copy to without a wait of the host.
+
+    `free_host_buffer` must be called before the tensor is freed.
+    """
+    if device_type != "cuda":
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device_type != "cpu")
+    # torch's allocator of pinned memory rounds up to a power of two.
+    buffer = torch.empty(size, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    return buffer
+
+
+def free_host_buffer(buffer: Tensor, device_type: str) -> None:
+    """Unlock the pages of a `host_buffer`."""
+    if device_type == "cuda":
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
 def keep_until_done(tensor: Tensor) -> None:

@@ -41,6 +41,7 @@ from parallel2d.base.replicas import (
     is_present,
     present_ranks,
 )
+from parallel2d.base.replicas.quorum import Phase
 from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
@@ -261,12 +262,20 @@ def _join(
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
     timeout = timedelta(seconds=waits.longest_wait)
+    bound = devices.bound_device(device)
     if together is not None:
         life = int(os.environ.get(INCARNATION, "0"))
         init_world(store, rank, size, together, life, timeout, device, replica_backend)
     else:
         backend = devices.backend_for(device.type)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=bound,
+        )
     try:
         topology = Topology.gather(host_id).completed(size, identity.nodes)
         _refuse_shared_devices(device, topology)
@@ -307,7 +316,7 @@ def _leave(wait_s: float) -> None:
     if dist.is_initialized():
         replicas = current()
         if replicas is not None and replicas.on:
-            if wait_s > 0:
+            if wait_s > 0 and replicas.phase is not Phase.ENDING:
                 replicas.end()
         elif wait_s > 0 and present_ranks() > 1:
             _await_leaving(timedelta(seconds=wait_s))

@@ -259,7 +259,7 @@ class _Node:
             if not (self._round.takes_part or self._round.is_open):
                 return _End.WITHOUT_US  # checked before a rank starts under a number given away
             goes_on = bool(limit) and lost.replace()
-            if any(codes) and not goes_on:
+            if (any(codes) or lost.all_must_end()) and not goes_on:
                 return _End.FAILED
             if not self._round.takes_part:
                 return _End.NODES_CHANGED

@@ -24,13 +24,12 @@ from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, M
 from parallel2d.base.replicas.quorum import LEFT_OUT
 from parallel2d.base.topology import INCARNATION
 from parallel2d.launching.failures import RankFailure
-from parallel2d.launching.node_ranks import NodeRanks
+from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.round import Launcher, Round, State
 from parallel2d.launching.shared_job import PUBLISHED
 from parallel2d.training.run_directory.start import has_owner
 
 _LONGEST_PAUSE_S = 60.0  # before a replica starts again
-_STOPPED_S = 1.0  # after which a rank that is stopped counts as lost
 
 
 class Latecomer:
@@ -128,8 +127,15 @@ class LostReplicas:
         self._lives: dict[int, int] = {}
         self.ends_job = self.needs_all = False
         self._silent: set[str] = set()
+        # By local rank, the seconds that it was seen stopped, which only count while this launcher
+        # polls: it may have been stopped together with its ranks.
         self._stopped: dict[int, float] = {}
+        self._polled_at = time.monotonic()
+        self._since_poll_s = 0.0
         self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
+        # By replica, until when its ranks may end by themselves after it was left out
+        self._ends_by: dict[int, float] = {}
+        self._restarts_by: float | None = None  # until when all ranks may end by themselves
         self.is_late = self._has_begun()
 
     def enter(self) -> dict[int, int]:
@@ -153,6 +159,9 @@ class LostReplicas:
         if not self._has_begun():
             return False
         self._read()
+        now = time.monotonic()
+        self._since_poll_s = min(now - self._polled_at, self._round.heartbeat_interval_s)
+        self._polled_at = now
         self._give_up_silent_nodes()
         if not all(map(self._is_no_end, self._ranks.processes)):
             return False
@@ -192,6 +201,13 @@ class LostReplicas:
                 return False
             self._say_dead(self._member(local))
         return True
+
+    def all_must_end(self) -> bool:
+        """True if all ranks restart, and have had the time to end by themselves."""
+        now = time.monotonic()
+        if self._events.restarts and self._restarts_by is None:
+            self._restarts_by = now + GRACE_AFTER_FAILURE_S
+        return self._restarts_by is not None and now > self._restarts_by
 
     @property
     def has_lost(self) -> bool:
@@ -249,6 +265,8 @@ class LostReplicas:
         if not self._is_dead(member):
             post(self._store, "dead", member, self._events.count)
             self._events.dead.add(member)
+            # Its other ranks may wait for the failed one.
+            self._ends_by[member[0]] = 0.0
 
     def _end_if_stopped(self, local: int) -> None:
         process, state = self._ranks.processes[local], ""
@@ -256,7 +274,11 @@ class LostReplicas:
             state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         if state != "T":
             self._stopped.pop(local, None)
-        elif time.monotonic() - self._stopped.setdefault(local, time.monotonic()) > _STOPPED_S:
+            return
+        stopped_s = self._stopped.get(local, 0.0) + self._since_poll_s
+        self._stopped[local] = stopped_s
+        if stopped_s > self._round.heartbeat_timeout_s:
+            self._stopped.pop(local)
             process.close(signal.SIGKILL)
 
     def _start_again(self, number: int) -> None:
@@ -264,13 +286,17 @@ class LostReplicas:
         at first, longer and longer where it is lost again within a minute."""
         numbers = self._ranks.numbers
         mine = [local for local, rank in numbers.items() if rank in self._replicas[number]]
+        now = time.monotonic()
+        ends_by = self._ends_by.setdefault(number, now + GRACE_AFTER_FAILURE_S)
+        if now < ends_by and any(self._ranks.processes[each].poll() is None for each in mine):
+            return
         for local in mine:
             self._ranks.processes[local].close(signal.SIGKILL)
-        now = time.monotonic()
         started = [at for at in self._starts.get(number, ()) if at > now - _LONGEST_PAUSE_S]
         if mine and len(started) > 2 and now < started[-1] + 2.0 ** (len(started) - 2):
             return
         self._starts[number] = [*started, now]
+        self._ends_by.pop(number)
         self._lives[number] += 1
         for local in mine:
             self._ranks.processes[local].wait(10.0)

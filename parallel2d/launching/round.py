@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import random
 import socket
 import threading
@@ -28,7 +29,6 @@ from parallel2d.base.config import LaunchConfig
 from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.rendezvous import Rendezvous
 
-_BEAT_S, _SILENT_LOOKS = 0.5, 6
 # In which other nodes may still come, once the smallest number is there
 FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
 _END_S = 60.0  # that the first node to end waits for the others
@@ -83,6 +83,9 @@ class Round:
     def __init__(self, rendezvous: Rendezvous, size: int, settings: LaunchConfig) -> None:
         self._rendezvous, self._store, self._settings = rendezvous, rendezvous.store, settings
         self._smallest, self.largest = settings.node_range
+        self.heartbeat_interval_s = settings.heartbeat_interval_s
+        self.heartbeat_timeout_s = settings.heartbeat_timeout_s
+        self._missed = math.ceil(self.heartbeat_timeout_s / self.heartbeat_interval_s)
         self._key = f"parallel2d/round/{rendezvous.name}"
         self._beats = f"parallel2d/beat/{rendezvous.name}/"
         name = f"{socket.gethostname()}/{uuid.uuid4().hex}"
@@ -107,7 +110,7 @@ class Round:
 
     def _beat(self) -> None:
         for count in itertools.count(1):
-            if self._is_over.wait(_BEAT_S):
+            if self._is_over.wait(self.heartbeat_interval_s):
                 return
             # The launcher itself sees that the store is lost.
             with contextlib.suppress(DistNetworkError, DistStoreError):
@@ -120,7 +123,7 @@ class Round:
         now = time.monotonic()
         if now < self._look_at:
             return
-        self._look_at = now + _BEAT_S
+        self._look_at = now + self.heartbeat_interval_s
         self._take(self._store.compare_set(self._key, "", ""))
         names = {each.name for each in self.state.members}.union(self.state.before)
         others = sorted(names - {self.own.name})
@@ -141,7 +144,7 @@ class Round:
 
     def is_silent(self, name: str) -> bool:
         """Whether the launcher of this name is lost."""
-        return self._heard.get(name, (b"", 0, False))[1] >= _SILENT_LOOKS
+        return self._heard.get(name, (b"", 0, False))[1] >= self._missed
 
     def is_heard(self, name: str) -> bool:
         """Whether it is known of the launcher of this name if it is there or lost."""
@@ -184,7 +187,7 @@ class Round:
             wanted = self._wanted(late, after_failure)
             if wanted != self.state:
                 if not self._replace(wanted):  # others want to change it too
-                    time.sleep(random.random() * _BEAT_S)
+                    time.sleep(random.random() * self.heartbeat_interval_s)
                 continue
             now = time.monotonic()
             if not self.is_open:
@@ -260,7 +263,7 @@ class Round:
                 there = [each for each in self.state.members if not self.is_silent(each.name)]
                 if self._rendezvous.end_of_job or self._store.add(key, 0) >= len(there):
                     return
-                time.sleep(_BEAT_S / 5)
+                time.sleep(self.heartbeat_interval_s / 5)
                 self.look()
 
 

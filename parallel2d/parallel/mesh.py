@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.parallel import AXES, MeshConfig, StrategyConfig, named_strategy
-from parallel2d.base.device import accelerator_type, backend_for
+from parallel2d.base.device import (
+    accelerator_type,
+    backend_for,
+    bound_device,
+    current_device,
+)
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.open_files import prepare_rank
@@ -85,7 +90,8 @@ def place_mesh(
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     elif replicas is not None:
         # torch then uses the world for groups of all ranks.
-        init_plain_world(replicas, backend_for(device_type))
+        bound = bound_device(current_device(device_type))
+        init_plain_world(replicas, backend_for(device_type), bound)
     mesh = _mesh_of(device_type, ranks, shape)
     # New process groups are collective over the world. They are created here, where all ranks take
     # part, because a first use may come later on some ranks, or in another order.

@@ -143,7 +143,7 @@ def build_trainer(
 
     check_model(parts.module, mesh, config.parallel(), topology)
     layout = lay_out(config, parts, shape, plan, data.train.shape, device.type, mesh)
-    comes_back = replicas is not None and replicas.life > 0
+    comes_back = replicas is not None and replicas.incarnation > 0
     writes = runtime.is_first and not quiet and not comes_back
     facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
     loss = ModelLoss(config, parts)  # inspects the model before parallelization

@@ -6,20 +6,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel2d.base.config import CustomModel, HuggingFaceModel, LlamaModel, TrainConfig
 from parallel2d.base.config.options import call_reference, load_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.models import adapters, huggingface, llama
 from parallel2d.parallel.chunked_head import find_head
+from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.construction import build_on_meta
 from parallel2d.parallel.weights.initial_values import Initializer
 from parallel2d.parallel.weights.pretrained import has_weights, load_pretrained
+from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
 TensorPlan = Callable[[Any, int], Mapping[str, object]]
 
@@ -34,7 +38,7 @@ class ModelParts:
     tensor_plan: TensorPlan | None
     vocab_size: int | None
     # Fills the sharded model from a folder and returns the names of the parameters in it
-    weights: Callable[[nn.Module], Container[str]] | None = None
+    weights: Callable[[nn.Module], Collection[str]] | None = None
     # seq_len -> number of positions at the start of a sequence that the model only reads, so that
     # their targets must be ignored
     context: Callable[[int], int] = lambda _seq_len: 0
@@ -143,7 +147,24 @@ def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
         raise ConfigError(f"{what}: model.path={config.path} holds no weights to adapt")
     with _built_by_library(what):
         module = adapters.add_adapter(parts.module, config.adapter, config.path)
-    return dataclasses.replace(parts, module=module, tensor_plan=None)
+    weights = functools.partial(_with_magnitudes, parts.weights)
+    return dataclasses.replace(parts, module=module, tensor_plan=None, weights=weights)
+
+
+def _unsharded(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _with_magnitudes(
+    weights: Callable[[nn.Module], Collection[str]], model: nn.Module
+) -> Collection[str]:
+    """Fill the base by ``weights``, and magnitudes of DoRA from it. Collective."""
+    filled = set(weights(model))
+    for name, magnitude, value in adapters.initial_magnitudes(model, _unsharded):
+        copy_part(magnitude, value)
+        filled.add(fqn_of(name))
+    return filled
 
 
 def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:

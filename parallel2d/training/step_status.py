@@ -1,11 +1,17 @@
-"""What all ranks learn from each other in a step: `StepStatus`.
+"""The all-reduce of the status of a step over all ranks: `StepStatus`.
 
-[Note: one status all-reduce per step] All of it goes into a single all-reduce of a small fp64
-vector: loss, token counts (of this batch and of the next, whose weight is then known before it
-begins), the squared gradient norm, the batch's hash, whether anything was not finite, whether some
-rank was told to save and stop, hashes of what replicas must have in common, and every rank's report
-about the step before, each in a row of its own. Every decision is taken from that vector, so every
-rank takes the same one.
+[Note: one status all-reduce per step] A step has a single all-reduce for values other than
+gradients, of a small fp64 vector. It contains:
+
+* the number of ranks that have noticed a failed replica, and if a replica waits to join;
+* the loss and the squared gradient norm, which also show if a value is not finite;
+* the number of tokens and the hash of this global batch, and the number of tokens of the next one,
+  which the losses of the next step are divided by;
+* requests to save or to stop;
+* hashes of tensors that must be equal on all replicas;
+* the report of every rank about the previous step, in a separate row.
+
+All decisions depend only on this vector, and therefore all ranks take the same decision.
 """
 
 from __future__ import annotations
@@ -34,12 +40,12 @@ from parallel2d.training.progress import RankReport, StepOutcome
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Holds what one rank brings to a step's agreement."""
+    """The status of one rank in a step."""
 
-    loss: Tensor  # summed, fp64 on its device
-    tokens: int  # of its part of the batch, as the hash
-    sample_hash: int
-    upcoming_tokens: int  # of its part of the next one
+    loss: Tensor  # summed loss, fp64, on the device of the rank
+    tokens: int  # valid tokens of its part of the global batch
+    sample_hash: int  # sum of the hashes of its samples
+    upcoming_tokens: int  # valid tokens of its part of the next global batch
     stop_requested: bool
     save_is_due: bool
     report: RankReport
@@ -47,22 +53,27 @@ class RankStatus:
 
 @dataclass(eq=False)
 class StepStatus:
-    """The agreement of all ranks on each step."""
+    """The status all-reduce of each step; see [Note: one status all-reduce per step].
+
+    Args:
+        model: the parallel model.
+        mesh: its mesh.
+    """
 
     model: InitVar[nn.Module]
     mesh: InitVar[DeviceMesh]
-    _parameters: Sequence[nn.Parameter]  # those that are trained
+    _parameters: Sequence[nn.Parameter]  # trained parameters
     _device: torch.device
     _compare_every: int  # steps between comparisons of the replicas; 0: never
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        # Which parameters were used travels along, where that may wait until here.
+        # The status vector contains the used parameters, if the engine can wait for them.
         able = [each for each in engines_in(model) if each.may_defer_status]
         self._used = next(iter(able), None)
         if self._used is not None:
             self._used.defer_status()
         shape = mesh_shape(mesh)
-        # With sync=diloco: the parameters that replicas share. Each replica clips its own gradient.
+        # With sync=diloco each replica clips its own gradient, so each has a separate norm.
         self._outer = outer_sync(model)
         self._norms = 1
         self._norm_index = 0
@@ -73,32 +84,23 @@ class StepStatus:
         self._comparison: ReplicaComparison | None = None
         if shape.replicate > 1:
             self._comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
-        # Context and tensor ranks hold copies of their data rank's sums: only the first counts.
+        # Context and tensor ranks have copies of the sums of their data rank. One of them counts.
         at = axis_positions(mesh)
         self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
-    def all_reduce(
-        self, step: int, own: RankStatus, loss_scale: float
-    ) -> tuple[StepOutcome, int] | None:
-        """Returns the outcome of ``step`` and the tokens of the next global batch, on every rank
-        alike; None where a replica was lost before all knew. Collective, once gradients are
-        complete; they are ``loss_scale`` times as large. See [Note: one status all-reduce per
-        step]."""
-        replicas = current()
-        from_host = sent_to(self._device, self._from_host(step, own))
-        vector = torch.cat([from_host, *self._computed(own)])
+    def all_reduce(self, step: int, own: RankStatus) -> Tensor:
+        """Return the sum of the status vectors of all ranks, on CPU. It is valid only if the step
+        is committed. Collective, after the gradients are complete."""
+        vector = torch.cat(
+            [sent_to(self._device, self._from_host(step, own)), *self._computed(own)]
+        )
         with control_traffic():
             dist.all_reduce(vector)
-        # The host waits for the device here, and nowhere else in a step.
-        summed = vector.cpu()
-        is_repeated = not replicas.committed or summed[0] if replicas and replicas.on else False
-        if is_repeated:
-            return None
-        return self.conclude(step, summed, own, loss_scale)
+        return vector.cpu()  # in a step, the host waits for the device only here
 
     def _from_host(self, step: int, own: RankStatus) -> Tensor:
-        """The numbers that this rank adds to the sum and its host knows, on CPU."""
-        # Whether a replica is lost, and one waits to be let in; ranks that have the state
+        """Return the part of the vector that the host knows, on CPU."""
+        # Has a replica failed? Does one wait to join? Does this rank have the state?
         about = [0.0, 0.0, 1.0]
         if (replicas := current()) is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]
@@ -106,7 +108,7 @@ class StepStatus:
         wishes = [own.save_is_due, store_ends]
         counts = [own.tokens, own.sample_hash, own.upcoming_tokens]
         first = [*about, *wishes, *(count * self.counts for count in counts)]
-        # Each rank's report is in a row of its own: the sum over the ranks holds them all.
+        # Each rank fills another row, so the sum contains the reports of all ranks.
         report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
@@ -122,15 +124,15 @@ class StepStatus:
         )
 
     def _computed(self, own: RankStatus) -> list[Tensor]:
-        """The numbers that this rank adds to the sum and its device computes, fp64 [1] each: the
-        loss, the squared norm of the last outer step's change, the squared norms of gradients."""
+        """Return the part of the vector that the device computes, fp64 [1] each: the loss, the
+        squared norm of the change in the last outer step, the squared norms of the gradients."""
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
         change = nothing
         if self._outer is not None and self._outer.squared_change is not None:
-            # All replicas have made the same one.
+            # The change is the same on all replicas.
             change = self._outer.squared_change * self._ranks_of_replica / present_ranks()
-        # This rank's share of the squared norms of the gradient: one of which replicas have copies,
-        # or where they train on their own one for each.
+        # If replicas share the gradient, there is one norm, and each rank adds its share of it.
+        # Otherwise there is one norm for each replica.
         ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
         squares = [nothing] * self._norms
         share = squared_norm_share(self._parameters, ranks)
@@ -141,35 +143,36 @@ class StepStatus:
     def conclude(
         self, step: int, summed: Tensor, own: RankStatus, loss_scale: float
     ) -> tuple[StepOutcome, int]:
-        """As `all_reduce`, from the sum of all ranks' vectors, on CPU. Without communication."""
+        """Return the outcome of ``step``, and the number of tokens of the next global batch, from
+        ``summed``, the result of `all_reduce` in a committed step. Both are equal on all ranks.
+        ``loss_scale``: the factor of the gradients."""
         about, wishes, counts, rows, used, hashes, sums, squares = summed.split(self._sizes)
         tokens, batch_hash, upcoming_tokens = counts.tolist()
         loss_sum, squared_change = sums.tolist()
         if self._used:
             self._used.apply_status(used)
-        # Those of replicas that are lost are zeros.
-        ranks_there = about[2].item()
+        live_ranks = about[2].item()  # failed replicas add zeros
         if len(hashes):
             assert self._comparison is not None
-            self._comparison.check(hashes, int(ranks_there))
-        # A sum is not finite on any rank where the part of one rank is not.
+            self._comparison.check(hashes, int(live_ranks))
+        # If a part of one rank is not finite, the sum is not finite on any rank.
         finite = bool(sums.isfinite().all() and squares.isfinite().all())
         norms = (squares.sqrt() / loss_scale).tolist()
-        replicas_there = ranks_there / self._ranks_of_replica if len(norms) > 1 else 1.0
+        live_replicas = live_ranks / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
-        told = [rank for rank, row in enumerate(by_rank) if row[0]]
+        asked = [rank for rank, row in enumerate(by_rank) if row[0]]
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
-            grad_norm=sum(norms) / replicas_there if finite else math.nan,
+            grad_norm=sum(norms) / live_replicas if finite else math.nan,
             own_norm=norms[self._norm_index],
             outer_norm=math.sqrt(squared_change) if squared_change and finite else None,
             tokens=int(tokens),
             batch_hash=int(batch_hash),
             finite=finite,
-            preempted=bool(told),
+            preempted=bool(asked),
             save_is_due=wishes[0].item() > 0,
             joins=about[1].item() > 0,
-            preempted_ranks=told,
+            preempted_ranks=asked,
             store_ends=wishes[1].item() > 0,
             ranks=[own.report.with_floats(row[1:]) for row in by_rank],
         )

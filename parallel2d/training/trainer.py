@@ -1,7 +1,8 @@
 """The training loop: `Trainer.run`.
 
-A step takes this rank's part of the global batch, accumulates gradients over its micro-batches,
-agrees with all ranks on the result (`step_status`), and updates.
+A step forms the quorum (`membership`), accumulates gradients over the micro-batches of this rank's
+part of the global batch, all-reduces the status of all ranks (`step_status`), and updates once all
+live replicas have the complete step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from parallel2d.parallel.sync import (
     accumulate,
     finish_updates,
     outer_parameters,
+    reduce_zeros,
     updated_parameters,
 )
 from parallel2d.parallel.sync.updates import outer_sync, set_step
@@ -32,7 +34,7 @@ from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
-from parallel2d.training.membership import Membership
+from parallel2d.training.membership import Assignment, FixedQuorum, StepQuorum
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
 from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
@@ -75,9 +77,20 @@ class Trainer(TrainerParts):
         # True if a joining replica must compute too: the forward has collectives over replicas, or
         # replicas train independently.
         self.forward_crosses = outer_sync(self.model) is not None
-        self.membership: Membership | None = None
+        self.quorum: FixedQuorum | StepQuorum = FixedQuorum(self.plan, self.data_ranks)
         if self.replicas is not None and len(self.replicas.ranks) > 1:
-            self.membership = Membership(self, self.replicas, self.take_roles)
+            self.quorum = StepQuorum(
+                self.replicas,
+                config.launch,
+                self.plan,
+                self.mesh,
+                self.model,
+                self.optimizer,
+                self.checkpointer,
+                self.shared_state,
+                on_lead=lambda: self.take_roles(self),
+                log=recorder.log,
+            )
         view = RunView(
             config=config,
             model=self.model,
@@ -99,41 +112,39 @@ class Trainer(TrainerParts):
         Raises `ConfigError` after too many consecutive non-finite steps, and `HookError`.
         """
         self.callbacks = callbacks or LoopCallbacks()
-        feed = BatchFeed(self.training, self.plan, self.device, start=self.progress.samples)
+        plan, start = self.quorum.plan, self.progress.samples
+        feed = BatchFeed(self.training, plan, self.device, start=start)
         # Automatic collections would run at different times on different ranks, and all ranks
         # would wait for each of them. `_take_steps` collects at the same step on every rank.
         gc.collect()
         gc.disable()
         try:
             self.begin(feed)
-            if self.membership is not None:
-                self.membership.start()
+            self.quorum.start(self.callbacks.stop_requested, self._warm_up)
             self._take_steps(feed)
             self.checkpointer.finish()
-            if self.membership is not None:
-                self.membership.take_roles()
+            self.quorum.lead()
             self._end()
         finally:
             gc.enable()
             feed.close()
 
     def _take_steps(self, feed: BatchFeed) -> None:
-        membership, is_first = self.membership, True
+        is_first = True
         while self.upcoming is not None and not self.preempted:
             try:
-                if membership is not None:
-                    membership.before_step(feed)
-                before = self.progress.step
                 self.step(feed)
-                if is_first and self.progress.step > before:
+                if is_first:
                     self.callbacks.first_step_done()
                     is_first = False
                 if self.progress.step % self.config.train.gc_every == 0:
                     gc.collect()
             except ReplicaLost:
-                if membership is None or not membership.replicas.needs_all:
+                if not self.quorum.needs_all:
                     raise
-                membership.lose_state()
+                # All replicas roll back at the start of the next step, whatever was decided here.
+                self.quorum.lose_state()
+                self.upcoming, self.preempted = self._no_batch(), False
             except Exception as error:
                 error.step_of_run = self.progress.step + 1  # type: ignore[attr-defined]
                 raise
@@ -158,30 +169,42 @@ class Trainer(TrainerParts):
         self._calls.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
-        """Run one optimizer step; save if a save is due, and record it.
-
-        Does nothing if this replica was to join and has not received the state. Collective. Raises
+        """Run one optimizer step; save if a save is due, and record it. If a replica fails, the
+        survivors repeat the step until all of them have it completely. Collective. Raises
         `RunTakenOver` on rank 0.
         """
-        step, train = self.progress.step + 1, self.config.train
-        rate = learning_rate(step, train.steps, self.config.optimizer.lr, self.config.scheduler)
-        set_learning_rate(self.optimizer, rate)
-
+        assignment = self._form_quorum(feed)
         begin, busy = time.perf_counter(), time.process_time()
-        self.recorder.start_step(step)
+        self.recorder.start_step(self.progress.step + 1)
         self.clock.start()
-        found = self._compute(feed)
-        if found is None:
-            return
-        batch, outcome = found
+        batch = self._read_part(assignment, feed, again=False)
+        while True:
+            step = self.progress.step + 1
+            summed = self._gradients(step, assignment, batch)
+            self.clock.mark("forward_backward_s")
+            # The next batch is read before the status all-reduce, which also sums the tokens of the
+            # next global batch. The losses of the next step are divided by this sum, which must be
+            # known before its first backward pass; reading here saves a second all-reduce.
+            is_last = step >= self.config.train.steps
+            following = None if is_last else self.take(feed)
+            self.clock.mark("data_s")
+            own = self._own_status(summed, batch, following)
+            status = self._status.all_reduce(step, own)
+            if self.quorum.should_commit(status):
+                break
+            assignment = self._form_quorum(feed)
+            batch = self._read_part(assignment, feed, again=True)
+        self.clock.mark("sync_s")
+        scale = self.scaler.scale
+        outcome, self.upcoming_tokens = self._status.conclude(step, status, own, scale)
+        self.upcoming = following
         # The order from here on is the same on every rank. The update follows the status
         # all-reduce, which shows if the gradients of all ranks are finite. Validation and hooks see
         # the updated weights. The save follows the hooks, because a hook may request it, and all
         # decisions that lead to a save come from values that are equal on all ranks: a save is
         # collective.
-        saves_and_stops = outcome.preempted
-        if self.membership is not None:
-            saves_and_stops = self.membership.note(outcome)
+        saves_and_stops = self.quorum.finish_step(outcome)
+        rate = self._set_learning_rate(step)
         self._update(outcome)
         if self.upcoming is None:
             finish_updates(self.model)
@@ -207,8 +230,7 @@ class Trainer(TrainerParts):
             wanted=is_best or agreed.save,
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
-        if self.membership is not None:
-            self.membership.take_roles()
+        self.quorum.lead()
         # Hooks and saves take time, and meanwhile another start may have taken the directory over
         # and moved rows aside. Without this second check this rank would append a row to the file
         # that the new start continues.
@@ -220,7 +242,7 @@ class Trainer(TrainerParts):
             seconds,
             validation,
             last=last or self.preempted,
-            given={**agreed.metrics, **(self.membership.row() if self.membership else {})},
+            given={**agreed.metrics, **self.quorum.metrics()},
         )
         if row is not None:
             self._calls.row(step, row)
@@ -233,6 +255,14 @@ class Trainer(TrainerParts):
             "scaler": self.scaler.state_dict(),
             "data_fingerprint": self.data.fingerprint,
             **self._watched.state_dict(),
+        }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that a joining replica receives in addition to tensors."""
+        return {
+            **self.state_dict(),
+            "upcoming_tokens": self.upcoming_tokens,
+            "forward_crosses": self.forward_crosses,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,12 +282,12 @@ class Trainer(TrainerParts):
             sums = self._validation_sums(stream)
             dist.all_reduce(sums)
             # After the failure of a replica its part is missing, so the survivors repeat all.
-            if self.membership is None or not self.membership.deal():
+            if not self.quorum.repeats_evaluation():
                 return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _validation_sums(self, stream: SampleStream) -> Tensor:
         """Return the loss and the number of tokens of this rank's part, fp64."""
-        feed = BatchFeed(stream, self.plan, self.device)
+        feed = BatchFeed(stream, self.quorum.plan, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         try:
             with undisturbed(self.model):
@@ -374,69 +404,73 @@ class Trainer(TrainerParts):
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return summed
 
-    def _compute(self, feed: BatchFeed) -> tuple[StepBatch, StepOutcome] | None:
-        """Compute gradients and agree on the step. If replicas fail, the survivors repeat it with
-        another part of the same global batch. None as in `step`."""
-        tokens, membership = self.upcoming_tokens, self.membership
-        if membership is not None:
-            membership.begin_step()
-        while True:
-            batch = self.upcoming
-            assert batch is not None, "begin() comes first, and no step after the last"
-            outcome = self._try(feed, batch, tokens)
-            if outcome is not None:
-                if membership is not None:
-                    membership.end_step()
-                return batch, outcome
-            assert membership is not None
-            if not membership.has_state:
-                return None
+    def _form_quorum(self, feed: BatchFeed) -> Assignment:
+        """Form the quorum of the next step, and load the state that it gives to this replica."""
+        assignment = self.quorum.start_step()
+        if (state := assignment.received) is not None:
+            self.load_state_dict(dict(state))
+            self.upcoming_tokens = state["upcoming_tokens"]
+            self.forward_crosses = state["forward_crosses"]
+        if (state := assignment.rolled_back) is not None:
+            self.load_state_dict(dict(state))
+            self.recorder.go_back(self.progress.step)
+            feed.restart(assignment.current, self.progress.samples)
+            self.begin(feed)
+        if assignment.note:
+            self.quorum.lead()
+            self.recorder.log(assignment.note)
+        return assignment
 
-    def _try(self, feed: BatchFeed, batch: StepBatch, tokens: int) -> StepOutcome | None:
-        """Try `_compute` once."""
-        step = self.progress.step + 1
+    def _read_part(self, assignment: Assignment, feed: BatchFeed, *, again: bool) -> StepBatch:
+        """Return this rank's part of the global batch; ``feed`` continues with the later ones.
+        ``again``: ``feed`` has passed this global batch already."""
+        batch = self.upcoming
+        if not assignment.computes:
+            batch = self._no_batch()
+        elif again or assignment.current.share != feed.plan.share:
+            feed.restart(assignment.current, self.progress.samples)
+            batch = self.take(feed)
+        assert batch is not None, "begin() comes first, and no step after the last"
+        if not assignment.computes or assignment.later.share != feed.plan.share:
+            feed.restart(assignment.later, batch.position)
+        return batch
+
+    def _no_batch(self) -> StepBatch:
+        """The part of a rank that computes nothing of the next global batch."""
+        return StepBatch([], 0, 0, 0.0, self.progress.samples + self.plan.global_batch_size)
+
+    def _gradients(self, step: int, assignment: Assignment, batch: StepBatch) -> Tensor:
+        """Accumulate the gradients of this step; see `forward_backward`."""
+        self.data_ranks = assignment.data_ranks
         set_step(self.model, step, self.scaler.scale)
-        if self.membership is not None and self.membership.is_joining:
-            summed = self.membership.reduce_nothing()
-        else:
-            summed = self.forward_backward(batch, tokens)
-        self.clock.mark("forward_backward_s")
-        # The next batch is read before the status all-reduce, which also sums the tokens of the
-        # next global batch. The losses of the next step are divided by this sum, which must be
-        # known before its first backward pass; reading here saves a second all-reduce.
-        is_last = step >= self.config.train.steps
-        self.upcoming = None if is_last else self.take(feed)
-        self.clock.mark("data_s")
-        outcome = self._reduce_status(summed, batch, feed)
-        if outcome is not None and self.membership is not None:
-            outcome = outcome if self.membership.finish_joining() else None
-        self.clock.mark("sync_s")
-        return outcome
+        if assignment.computes:
+            return self.forward_backward(batch, self.upcoming_tokens)
+        is_full = self.config.sync.during_accumulation == "full"
+        reduce_zeros(self.model, assignment.current.accumulation if is_full else 1)
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
-    def _reduce_status(
-        self, summed: Tensor, batch: StepBatch, feed: BatchFeed
-    ) -> StepOutcome | None:
-        """Agree on the step; None if replicas failed, and the survivors must repeat it."""
-        own = RankStatus(
+    def _warm_up(self) -> None:
+        assert self.upcoming is not None, "begin() comes first"
+        self.forward_backward(self.upcoming, 1)
+
+    def _own_status(
+        self, summed: Tensor, batch: StepBatch, following: StepBatch | None
+    ) -> RankStatus:
+        return RankStatus(
             loss=summed,
             tokens=batch.valid_tokens,
             sample_hash=batch.sample_hash,
-            upcoming_tokens=self.upcoming.valid_tokens if self.upcoming else 0,
+            upcoming_tokens=following.valid_tokens if following else 0,
             stop_requested=self.callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             report=self._measured,
         )
-        step, scale = self.progress.step + 1, self.scaler.scale
-        found = self._status.all_reduce(step, own, scale)
-        if found is None:
-            assert self.membership is not None
-            sums = self.membership.repeat(feed)
-            if sums is None:
-                return None
-            told = torch.tensor(sums, dtype=torch.float64)
-            found = self._status.conclude(step, told, own, scale)
-        outcome, self.upcoming_tokens = found
-        return outcome
+
+    def _set_learning_rate(self, step: int) -> float:
+        steps, optimizer = self.config.train.steps, self.config.optimizer
+        rate = learning_rate(step, steps, optimizer.lr, self.config.scheduler)
+        set_learning_rate(self.optimizer, rate)
+        return rate
 
     def _update(self, outcome: StepOutcome) -> None:
         if outcome.finite:

@@ -89,11 +89,11 @@ class Block:
         self.complete: Clock | None = None
         self.kept: Any = None
 
-    def pending_at_free(self, host: Actor) -> list[Access]:
+    def pending_at_free(self, host: Clock) -> list[Access]:
         """The accesses of other streams that neither the stream of this block nor the host has waited for."""
         excluded = {self.stream.number, *self.recorded}
         used = [access for access in self.accesses if access.actor not in excluded]
-        return not_done(not_done(used, self.stream.seen), host.seen)
+        return not_done(not_done(used, self.stream.seen), host)
 
 
 @dataclass

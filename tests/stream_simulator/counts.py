@@ -44,6 +44,12 @@ UPPER_BOUNDS: dict[str, Counts] = {
     "tensor": Counts(64, 1, 1, 1),
     "context": Counts(182, 1, 1, 1),
     "bucketing=layer": Counts(165, 1, 1, 1),
+    "hybrid_zero2": Counts(44, 1, 1, 1),
+    "zero2": Counts(41, 1, 1, 1),
+    "diloco with delay": Counts(78, 1, 1, 1),
+    "muon": Counts(132, 1, 1, 1),
+    "EMA and validation": Counts(71, 1, 1, 1),
+    "in-memory checkpoints": Counts(131, 1, 1, 1),
 }
 COUNTED_LAYOUTS = tuple(UPPER_BOUNDS)
 # Waits that the package causes in a step of a custom loop

@@ -252,6 +252,18 @@ def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:
     return resize
 
 
+class _Runtime:
+    """The library of ``torch.cuda.cudart()``."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> None:  # noqa: N802
+        simulator.lock_pages(address)
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> None:  # noqa: N802
+        pass
+
+
 def _patch_cuda() -> None:
     """Replace torch.cuda, torch.accelerator, streams and events."""
     cuda: Any = torch.cuda
@@ -270,6 +282,7 @@ def _patch_cuda() -> None:
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
+    cuda.cudart, cuda.check_error = _Runtime, lambda *_: None
     cuda.memory_stats = lambda *_: defaultdict(int)
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)

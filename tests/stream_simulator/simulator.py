@@ -125,13 +125,23 @@ class Simulator:
         """Make the host wait for ``clock``; without one, for the whole device."""
         by = caller()
         key = self.step, by.source, reason, by.place
+        clock = joined(*(actor.seen for actor in self.actors)) if clock is None else clock
+        if threading.current_thread() is not threading.main_thread():
+            # The thread that issues operations neither waits nor knows of it.
+            local.seen = joined(getattr(local, "seen", {}), clock)
+            return
         before = dict(self.host.seen)
-        self.host.join(joined(*(actor.seen for actor in self.actors)) if clock is None else clock)
+        self.host.join(clock)
         waited_for = sum(count - before.get(number, 0) for number, count in self.host.seen.items())
         self.waits[key] += 1
         self.outstanding[key] = max(self.outstanding.get(key, 0), waited_for)
         if waited_for:
             self.sequence.append((self.step, f"wait: {reason}: {by.place}"))
+
+    def known(self) -> Clock:
+        """The operations that this thread of the host has waited for."""
+        seen: Clock | None = getattr(local, "seen", None)
+        return self.host.seen if seen is None else joined(self.host.seen, seen)
 
     # Streams
 
@@ -148,7 +158,7 @@ class Simulator:
 
     def launch(self, actor: Actor, by: Caller, operator: str) -> None:
         """Issue an operation to ``actor``; it begins after all that the host has waited for."""
-        actor.join(self.host.seen)
+        actor.join(self.known())
         actor.seen[actor.number] += 1
         self.kernels[self.step, by.source, by.file, operator] += 1
         self.sequence.append((self.step, by.source))
@@ -173,7 +183,7 @@ class Simulator:
             # this stream.
             whole = Access(0, sys.maxsize, True, stream, "allocation", block.where)
             block.accesses.append(whole)
-            known = joined(stream.seen, self.host.seen)
+            known = joined(stream.seen, self.known())
             for each in self.actors:
                 if known.get(each.number, 0) < each.seen[each.number]:
                     stream.not_awaited.add(each.number)
@@ -181,6 +191,13 @@ class Simulator:
             block.predecessors = list(stream.freed)
         self.share_block(storage, block)
         return block
+
+    def lock_pages(self, address: int) -> None:
+        """Note that the host memory at ``address`` is page-locked."""
+        for reference in self._alive.values():
+            storage = reference()
+            if storage is not None and storage.data_ptr() == address:
+                storage._block.pinned = True
 
     def share_block(self, storage: torch.UntypedStorage, block: Block) -> None:
         """Make ``storage`` show ``block``, which is released with the last storage that shows it."""
@@ -199,7 +216,7 @@ class Simulator:
         """Release ``block``: the allocator may give its memory to the next allocation on its stream."""
         pending = []
         if block.kind == DEVICE and self.active:
-            pending = block.pending_at_free(self.host)
+            pending = block.pending_at_free(self.known())
         if pending:
             freed = FreedBlock(block, pending, caller().place)
             block.stream.freed.append(freed)
@@ -232,7 +249,7 @@ class Simulator:
         block, extent = self.block_of(tensor), extent_of(tensor)
         if block is None or extent is None:
             return
-        for old in not_done(block.accesses, self.host.seen):
+        for old in not_done(block.accesses, self.known()):
             if old.conflicts(*extent, write):
                 self._found_host_race(old, write, operator)
 

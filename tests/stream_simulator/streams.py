@@ -57,7 +57,7 @@ class Event:
 
     def query(self) -> bool:
         """True if the host has waited for all operations before the record."""
-        done = simulator.host.seen
+        done = simulator.known()
         return all(done.get(number, 0) >= count for number, count in (self.clock or {}).items())
 
     def elapsed_time(self, other: Event) -> float:

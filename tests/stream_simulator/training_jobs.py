@@ -100,7 +100,7 @@ LAYOUTS = {
     "int4, four replicas": FOUR.with_overrides(*INT4),
     "hybrid_full int8": FULL.with_overrides("sync.wire=int8"),
     "hybrid_full int4": FULL.with_overrides(*INT4),
-    "diloco": DILOCO,
+    "diloco": DILOCO.with_overrides("checkpoint.memory_every=1"),
     "diloco int4": DILOCO.with_overrides("sync.wire=int4", "sync.fragments=2"),
     "diloco with delay": DILOCO.with_overrides(
         "sync.every=3", "sync.delay=1", "sync.fragments=3", "sync.wire=int4"

@@ -173,6 +173,13 @@ def _library_model(config: TrainConfig) -> _Problems:
         "model.adapter needs model.path and model.load_weights=true: weights that are kept",
     )
     yield tensor not in (1, "auto"), f"mesh.tensor={tensor}: model.adapter needs mesh.tensor=1"
+    yield (
+        isinstance(adapter, Mapping)
+        and adapter.get("use_dora")
+        and config.bucketing.name != "block",
+        f"bucketing={config.bucketing.name}: use_dora of model.adapter needs bucketing=block, "
+        "which gathers a layer together with its adapter",
+    )
 
 
 def _tensor_plan(config: TrainConfig) -> _Problems:
@@ -372,6 +379,12 @@ def _nodes(config: TrainConfig) -> _Problems:
     yield (
         first is not None and first < launch.timeout,
         f"launch.first_step_timeout={first} must be at least launch.timeout={launch.timeout}",
+    )
+    interval, limit = launch.heartbeat_interval_s, launch.heartbeat_timeout_s
+    yield (
+        limit < 2 * interval,
+        f"launch.heartbeat_timeout_s={limit} must be at least twice "
+        f"launch.heartbeat_interval_s={interval}: one late heartbeat is not a failure",
     )
     yield (
         launch.min_replicas > 1

@@ -265,6 +265,12 @@ class LaunchConfig:
         "Of collectives over replicas that may be lost; auto: as preflight has passed, else gloo",
         choices=("auto", "gloo", "nccl2"),
     )
+    heartbeat_interval_s: float = option(
+        0.5, "Seconds between heartbeats of a launcher; equal on all nodes", min=0.01
+    )
+    heartbeat_timeout_s: float = option(
+        3.0, "Seconds without a heartbeat, or of a stopped rank (SIGSTOP), until others continue"
+    )
     timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
     first_step_timeout: float | None = option(
         None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"

@@ -82,9 +82,10 @@ FAMILIES: dict[str, type] = {"llama": LlamaModel, "custom": CustomModel, "hf": H
 
 _hf = partial(option, read_by=("hf",))
 _custom = partial(option, read_by=("custom",))
+_chat = partial(option, read_by=("chat",))
 _rows = partial(option, read_by=("text", "hf"))
-_prepared = partial(option, read_by=("stdlib", "text", "hf"))
-_sequences = partial(option, read_by=("stdlib", "text", "tokens", "hf"))
+_prepared = partial(option, read_by=("stdlib", "text", "chat", "hf"))
+_sequences = partial(option, read_by=("stdlib", "text", "chat", "tokens", "hf"))
 
 
 @dataclass
@@ -92,26 +93,36 @@ class DataConfig:
     """The data set and the packing of documents into sequences. Global batch k depends only on the
     seed, the data and k."""
 
-    name: str = option("stdlib", choices=("stdlib", "text", "tokens", "hf", "bin", "custom"))
+    name: str = option(
+        "stdlib", choices=("stdlib", "text", "chat", "tokens", "hf", "bin", "custom")
+    )
     path: str | None = option(
         None,
         "Data to read. text: a file, folder or glob of text, .jsonl or .parquet (.gz and .zst "
-        "too); tokens: a folder of `python -m parallel2d.data prepare`; hf: a data set's name, or "
-        "a saved one; bin: a file of token ids as uint16",
-        read_by=("text", "tokens", "hf", "bin"),
-        required_by=("text", "hf", "bin"),
+        "too); chat: .jsonl or .parquet with `messages`; tokens: a folder of `python -m "
+        "parallel2d.data prepare`; hf: a data set's name, or a saved one; bin: a file of token ids "
+        "as uint16",
+        read_by=("text", "chat", "tokens", "hf", "bin"),
+        required_by=("text", "chat", "hf", "bin"),
     )
     mixture: list[Any] = option(
         [], "Instead of path: [{path: A, weight: 0.7}, {path: B, weight: 0.3}]", read_by=("tokens",)
     )
     tokenizer: str = _prepared(
-        "bytes", "bytes, or the path of a tokenizer.json; the model's vocabulary must hold its ids"
+        "bytes",
+        "bytes, or a tokenizer.json, or its folder. The model's vocabulary must hold its ids",
     )
     end_token: str | None = _prepared(
         None, "Token that ends a document; null: the tokenizer.json's usual one, or one id more"
     )
     text_field: str = _rows(
         "text", "Field of a row with its text, in place of `prompt` and `completion` or `segments`"
+    )
+    chat_template: str | None = _chat(
+        None, "File with a chat template (Jinja); null: that in the folder of data.tokenizer"
+    )
+    chat_arguments: dict[str, Any] = _chat(
+        {}, "Variables of the template: data.chat_arguments.enable_thinking=false"
     )
     document_kib: int = option(
         64, "KiB from which files are cut, by line", min=1, read_by=("text",)
@@ -121,7 +132,12 @@ class DataConfig:
     validation_fraction: float = _prepared(
         0.02, "Share that is held out for validation, by hash of content", between=(0, 0.5)
     )
-    max_bad_rows: int = _rows(0, "Rows that may be unreadable; more are an error with line", min=0)
+    max_bad_rows: int = option(
+        0,
+        "Rows that may be unreadable; more are an error with line",
+        min=0,
+        read_by=("text", "chat", "hf"),
+    )
     packing: str = _sequences(
         "packed", "Documents one behind the other, or one a sequence", choices=("packed", "padded")
     )
@@ -138,9 +154,9 @@ class DataConfig:
     )
     workers: int | str = option(
         "auto",
-        "Processes that prepare data; with data=custom threads of a rank that read samples",
+        "Processes that prepare data; custom: threads of a rank that read samples",
         min=1,
-        read_by=("stdlib", "text", "hf", "custom"),
+        read_by=("stdlib", "text", "chat", "hf", "custom"),
     )
     cache_dir: str | None = _prepared(None, "Of prepared data; null: in the user's cache folder")
     target: str | None = _custom(

@@ -312,7 +312,24 @@ class SyncConfig:
         "over shards; none = nothing before the last one (whole gradients in memory)",
         choices=("full", "reduce_scatter_only", "none"),
     )
-    bucket_mib: float = option(4.0, "MiB of gradients of small groups that cross at once", above=0)
+    bucket_mib: float | int | str = option(
+        "auto",
+        "MiB of gradients of small groups that cross at once; auto = 4, or 25 on a GPU",
+        above=0,
+    )
+
+    def for_device(self, device_type: str) -> SyncConfig:
+        """Return a copy without ``bucket_mib=auto``."""
+        if self.bucket_mib != AUTOMATIC:
+            return self
+        # Small messages take as long as larger ones on the network between GPUs.
+        on_device = device_type not in ("", "cpu")
+        return dataclasses.replace(self, bucket_mib=25.0 if on_device else 4.0)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of ``bucket_mib``; with ``auto`` on a CPU."""
+        return int(float(self.for_device("cpu").bucket_mib) * 2**20)
 
 
 @dataclass

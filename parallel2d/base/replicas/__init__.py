@@ -1,30 +1,31 @@
-"""Replicas that are lost and rejoin while the others train: `World`, the default process group of
-such a job, and `Quorum`, the live replicas.
+"""Replicas that fail and rejoin while the others train: `Quorum`, the live replicas, and `World`,
+the default process group of a job with replicas that may fail.
 
-[Note: replicas that never stop] The ranks of one shard (and tensor) group are a replica, the unit
-that fails: its own groups are never touched, and when it loses a rank it ends and rejoins whole.
-The live replicas are the *quorum*. Collectives across replicas use its communicators, which are
-connected anew for each quorum. Torch sees ordinary process groups around backends of ours, which
-last: the default group (`World`), and one for the replicate axis (`Across`). A replica builds them
-without the others.
+[Note: replicas that never stop] The ranks of one shard (and context, tensor) group are a replica,
+the unit that fails. The groups inside a replica never change. When a replica loses a rank, all of
+its ranks end and it rejoins as a whole. The live replicas are the *quorum*. Collectives across
+replicas use the communicators of the quorum, which connect again for each quorum. For torch these
+are ordinary process groups with a custom backend, and they last for the whole job: the default
+group (`World`), and a group for the replicate axis (`Across`). A replica creates them without the
+other replicas.
 
-[Note: nothing is half applied] No rank blocks where another replica could hold it. As soon as one
-is lost, whatever crosses replicas in a step returns at once and without a result; the rank finishes
-its backward pass with its own replica, and the agreement of the step fails. A step is applied where
-the agreement has come back to all ranks of a replica: then every replica that was there holds all
-reduced gradients, and one that has not heard of it learns the outcome in the next quorum and
-applies its own. Otherwise nobody has applied it, and those who are there compute that global batch
-again, whole.
+[Note: a step is committed everywhere or nowhere] No rank blocks in a call that another replica
+could delay. After a failure all collectives across replicas end at once and without a result. Each
+rank finishes its backward pass, and the last all-reduce of the step fails. A rank commits a step if
+all ranks of its replica have the result of this all-reduce. Then every member of the quorum had all
+reduced gradients. A replica that lacks the result receives it with the next quorum and commits too.
+If no replica has the result, none has committed, and the survivors compute the complete global
+batch again.
 
-A node that is not there when a job starts counts as lost: the world has its ranks, the members of
-the first quorum are the replicas that are there, and it joins as one that rejoins does.
+A node that is missing at the start of a job counts as failed: the world contains its ranks, the
+first quorum does not, and the node joins like any rejoining replica.
 
-Outside of a step a collective over the world is repeated by those who are there until all of them
-have its result, the same on all. What else crosses replicas there, such as the outer steps of
-``sync=diloco``, is begun again until all who are there have it whole (`arrive`).
+Outside of steps, the survivors repeat a collective of the world until all of them have the same
+result. Other traffic between replicas, such as the outer steps of ``sync=diloco``, is repeated
+until it is complete on all live ranks (`finished_everywhere`).
 
-Where replicas split the state (`Quorum.needs_all`), the others wait for one that is lost, and all
-load copies: nothing that they have done since, half applied or not, is used.
+If replicas split the optimizer state (`Quorum.needs_all`), the survivors wait for a failed replica,
+and all replicas roll back to a checkpoint. No later change is used, complete or not.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from parallel2d.base.replicas.quorum import Phase, ReplicaState
 from parallel2d.base.replicas.quorum import Quorum as Quorum
 from parallel2d.base.replicas.quorum import ReplicaLost as ReplicaLost
 from parallel2d.base.replicas.world import NAME, AxisOptions, Everyone, create
@@ -45,40 +47,41 @@ _current: list[Quorum] = []
 
 
 def current() -> Quorum | None:
-    """The quorum of this process's default group, if replicas may be lost."""
+    """Return the quorum of the default group, or None if no replica may fail."""
     return _current[0] if _current else None
 
 
 def first_rank() -> int:
-    """The rank that speaks for all: 0, or the first of those that are there."""
+    """Return the leader, which logs and writes for all ranks: 0, or the first live rank."""
     return _current[0].first_rank if _current else 0
 
 
 def is_present(rank: int) -> bool:
-    """Whether this rank is there."""
+    """True if ``rank`` is live."""
     return not _current or rank in _current[0].live_ranks
 
 
 def absent_ranks() -> int:
-    """How many ranks of the world are not there."""
+    """Return the number of ranks of failed replicas."""
     return sum(map(len, _current[0].ranks)) - len(_current[0].live_ranks) if _current else 0
 
 
 def present_ranks() -> int:
-    """How many ranks are there: the size of the world, less those of lost replicas."""
+    """Return the number of live ranks: the size of the world without failed replicas."""
     return len(_current[0].live_ranks) if _current else dist.get_world_size()
 
 
 def agreed(name: str, value: str) -> str:
-    """``value``; in a replica that joins others, what they gave under this ``name``."""
+    """Return ``value``, or in a rejoining replica the value of the others for this ``name``."""
     if not _current:
         return value
     return _current[0].store.compare_set(f"replicas/agreed/{name}", "", value).decode()
 
 
-def arrive(finish: Callable[[], object]) -> bool:
-    """Whether ``finish``, which waits for collectives over the replicate axis outside of a step,
-    has ended well on all ranks that are there: else they begin these again. Collective."""
+def finished_everywhere(finish: Callable[[], object]) -> bool:
+    """Call ``finish``, which waits for collectives over the replicate axis outside of a step. True
+    if it succeeded on all live ranks; otherwise all of them must repeat these collectives.
+    Collective."""
     if not _current or not _current[0].on:
         finish()
         return True
@@ -92,27 +95,27 @@ def arrive(finish: Callable[[], object]) -> bool:
 
 
 def is_joining() -> bool:
-    """Whether this rank's replica is a member and has no state yet."""
-    return bool(_current) and _current[0].own in _current[0].joined
+    """True if this replica is a member that receives the state."""
+    return bool(_current) and _current[0].state is ReplicaState.RECEIVING
 
 
 def crossings() -> int:
-    """How many collectives of steps this process has started across replicas that may be lost."""
+    """Return the number of collectives that this process has started across replicas."""
     return _current[0].begun if _current else 0
 
 
 def position_over_replicas(group: dist.ProcessGroup) -> tuple[int, int]:
-    """This rank's position among the live ranks of ``group``, over the replicate axis, and their
-    number."""
-    if not _current or not _current[0].is_divided:
+    """Return the position of this rank among the live ranks of ``group``, which is over the
+    replicate axis, and their number."""
+    if not _current or _current[0].phase is Phase.STARTING:
         return group.rank(), group.size()
     live = _current[0].live_replicas
     return live.index(_current[0].replica), len(live)
 
 
 def stay_in_quorum(group: dist.ProcessGroup | None) -> None:
-    """From now on collectives of ``group``, of all ranks, raise `ReplicaLost` once a replica of the
-    present quorum is lost."""
+    """Bind ``group``, of all ranks, to the current quorum: all later collectives raise
+    `ReplicaLost` once this quorum has lost a replica."""
     if not _current or group is None:
         return
     backend = group._get_backend(torch.device("cpu"))
@@ -121,7 +124,7 @@ def stay_in_quorum(group: dist.ProcessGroup | None) -> None:
 
 
 def axis_options() -> AxisOptions | None:
-    """The ``pg_options`` with which ``new_group`` makes a group over the replicate axis."""
+    """Return the ``pg_options`` of ``new_group`` for a group over the replicate axis."""
     return AxisOptions() if _current else None
 
 
@@ -130,15 +133,21 @@ def init_world(
     rank: int,
     size: int,
     together: int,
-    life: int,
+    incarnation: int,
     timeout: timedelta,
     device: torch.device,
     backend: str,
 ) -> Quorum:
-    """Make `World`, of ``size`` ranks, the default process group. Collective over the ranks that
-    start together: in the first life of all replicas the first ``together``. ``backend``: of
-    tensors on ``device`` across replicas, gloo or nccl2."""
-    quorum = Quorum(store, rank, together, life, timeout, device, backend)
+    """Make `World` the default process group. Collective over the ranks that start together.
+
+    Args:
+        size: number of ranks of all replicas.
+        together: number of ranks that start together: at the start of the job the first ones, later
+            the ranks of a replica.
+        incarnation: restart count of this replica.
+        backend: gloo or nccl2, for tensors on ``device`` across replicas.
+    """
+    quorum = Quorum(store, rank, together, incarnation, timeout, device, backend)
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             NAME,
@@ -153,18 +162,23 @@ def init_world(
     return quorum
 
 
-def init_plain_world(replicas: Quorum, backend: str) -> None:
-    """Make a group of torch's own ``backend`` the default process group in the place of `World`.
-    Collective."""
+def init_plain_world(replicas: Quorum, backend: str, bound: torch.device | None) -> None:
+    """Replace `World` by a default process group of torch with this ``backend``. ``bound``: its
+    ``device_id``. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     forget()
     store = PrefixStore("plain", replicas.own_store)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=replicas.timeout
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=replicas.timeout,
+        device_id=bound,
     )
 
 
 def forget() -> None:
-    """The default group was destroyed."""
+    """Forget the quorum, after the default group was destroyed."""
     _current.clear()

@@ -1,13 +1,12 @@
-"""The live replicas, and how they continue when one is lost or rejoins: `Quorum`."""
+"""The live replicas of a job, and the agreements between them: `Quorum`."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import json
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,14 +17,7 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas.communicators import (
-    BACKENDS,
-    Collective,
-    Communicator,
-    Gloo,
-    connected_gloo,
-    lazy_gloo,
-)
+from parallel2d.base.replicas.communicators import BACKENDS, lazy_gloo
 from parallel2d.base.replicas.events import (
     LATEST,
     ON,
@@ -38,53 +30,65 @@ from parallel2d.base.replicas.events import (
     next_record,
     post,
 )
+from parallel2d.base.replicas.links import Hierarchy, Link, Links
 
-_AT = "replicas/at/{}/{}.{}"  # in the store: where a member is when a quorum ends
-LEFT_OUT = 76  # the exit code of a rank whose replica the others have given up
-# Seconds between two polls of a collective, which grow while it takes long
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.001
-
-
-class ReplicaLost(RuntimeError):  # noqa: N818 (named after what happened)
-    """A collective over the replicas has no result: one of them is lost."""
+_STATUS = "replicas/at/{}/{}.{}"  # key in the store: the status of a member at the end of a quorum
+LEFT_OUT = 76  # exit code of a rank whose replica is not a member any more
+_RECORD_POLL_S = 0.02
 
 
-class Link:
-    """A communicator over the replicas, connected anew in each quorum.
+class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
+    """A collective across replicas has no result, because a replica failed."""
 
-    Args:
-        key: names it in the store, equal on its ranks and different from others.
-        communicator: of its ranks.
-        timeout: of its collectives.
-    """
 
-    def __init__(self, key: str, communicator: Communicator, timeout: timedelta) -> None:
-        self.key, self.communicator, self.timeout = key, communicator, timeout
+class Phase(enum.Enum):
+    """The phases of a rank of a job whose replicas may fail."""
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self.communicator.set_timeout(timeout)
+    STARTING = enum.auto()
+    """The ranks start. A lost rank is an error of all ranks."""
+    BUILDING = enum.auto()
+    """The replicas are known, and the model is built. A lost rank is still an error of all."""
+    BETWEEN_STEPS = enum.auto()
+    """Collectives are repeated until all live ranks have the result."""
+    IN_STEP = enum.auto()
+    """Collectives may have no result; then the step is repeated."""
+    ENDING = enum.auto()
+    """The job is done, or the other replicas continue without this rank, which ends."""
+
+
+class ReplicaState(enum.Enum):
+    """The state of the model and optimizer in this replica."""
+
+    MISSING = enum.auto()
+    RECEIVING = enum.auto()
+    COMPLETE = enum.auto()
 
 
 class Quorum:
-    """The replicas that are live, as this rank knows them. Every rank makes the same calls.
+    """The live replicas, as this rank knows them. All ranks of a replica make the same calls.
+
+    Args:
+        store: the store of the job.
+        rank: the rank of this process.
+        together: number of ranks that start together.
+        incarnation: restart count of this replica.
+        timeout: time limit of a collective.
+        device: device of tensors that cross replicas.
+        backend: backend for these tensors, a key of `BACKENDS`.
 
     Attributes:
-        on: replicas may be lost; before `start` a lost rank is an error of all.
-        needs_all: no replica continues without the others; a loss outside of steps raises
-            `ReplicaLost`.
-        ranks: the ranks of each replica; one replica until `divide`.
-        members: the live replicas, the eldest first.
-        epoch: the number of this quorum.
-        in_step: collectives across replicas belong to a step, which may be repeated.
-        committed: the last agreement in a step has come back to all ranks of this replica.
-        synchronized: the epoch in which the last collective of the world was started.
+        phase: see `Phase`.
+        state: see `ReplicaState`.
+        needs_all: True if no replica trains without the others.
+        ranks: the ranks of each replica; a single replica until `divide`.
+        replica: number of the replica of this rank.
+        place: position of this rank in its replica.
+        members: the live replicas, from the longest to the shortest membership.
         joined: members of this quorum that have no state yet.
-        has_state: false in a replica that has rejoined and has not received the state.
-        committed_step: the last step that a custom loop has committed here, for its errors.
-        donor: the replica that sends the state to those that have joined.
-        begun: the number of collectives that were started across replicas.
-        exit_code: of this rank if the others continue without its replica.
+        donor: the replica that sends the state to the joined replicas.
+        synchronized: the quorum of the last collective of the default group.
+        committed_step: the last step that a custom loop has committed, for its errors.
+        begun: number of collectives across replicas since the start.
     """
 
     def __init__(
@@ -92,48 +96,51 @@ class Quorum:
         store: Any,
         rank: int,
         together: int,
-        life: int,
+        incarnation: int,
         timeout: timedelta,
         device: torch.device,
         backend: str,
     ) -> None:
-        self.store, self.rank, self.life, self.timeout = store, rank, life, timeout
+        self.store, self.rank, self.incarnation, self.timeout = store, rank, incarnation, timeout
         self._device, self._backend = device, backend
-        self.on = self.needs_all = self.is_divided = self._ends = False
-        self.in_step = self.committed = False
-        self.has_state = not life
+        self.phase = Phase.STARTING
+        self.state = ReplicaState.MISSING if incarnation else ReplicaState.COMPLETE
+        self.needs_all = False
         self.committed_step: int | None = None
-        self.exit_code = LEFT_OUT
         self.ranks: list[list[int]] = [list(range(together))]
         self.hosts: list[str] = []
-        if life:
+        if incarnation:
             found = json.loads(store.get(RANKS))
             self.hosts = found["hosts"]
             self.ranks = [next(each for each in found["ranks"] if rank in each)]
         self.replica, self.place = 0, self.ranks[0].index(rank)
-        self.members: list[Member] = [(0, life)]
-        self.epoch = self.synchronized = -1
+        self.members: list[Member] = [(0, incarnation)]
         self.joined: list[Member] = []
+        self.synchronized = -1
         self.donor = self.begun = 0
-        self.stop_requested: Callable[[], bool] = lambda: False  # of this rank
-        self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{life}", store)
-        # Agreements: those that were started and those that came back here, counted since the
-        # start of the job, and the result of the last one. See `agree`.
+        self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{incarnation}", store)
+        # Agreements since the start of the job: the number of started ones, the number of those
+        # with a result on this rank, and the last result. See `agree`.
         self._started = self._agreed = 0
         self._result = torch.zeros(0, dtype=torch.uint8)
-        # Until `divide`: the ranks that start together, none of which may be lost
+        self._has_committed = False
+        # Until `divide`: the group of the ranks that start together
         self._starting: Any = lazy_gloo(
             PrefixStore("start", self.own_store), self.place, len(self.ranks[0]), timeout
         )
         self._hierarchy: Hierarchy | None = None
-        self._links: list[Link] = []
         self._keys = itertools.count()
-        self._abandoned: list[Collective] = []  # kept until they end
-        self._lost = threading.Event()
         self._lock = threading.Lock()  # of the current epoch and its loss
         self._events = Events(store)
+        self.links = Links(store, self._events)
+        self._stop_requested: Callable[[], bool] = lambda: False
 
     # Live replicas and ranks
+
+    @property
+    def epoch(self) -> int:
+        """Number of this quorum."""
+        return self.links.epoch
 
     @property
     def live_replicas(self) -> list[int]:
@@ -155,12 +162,26 @@ class Quorum:
 
     @property
     def own(self) -> Member:
-        return self.replica, self.life
+        return self.replica, self.incarnation
+
+    @property
+    def is_divided(self) -> bool:
+        """True after `divide`."""
+        return self._hierarchy is not None
+
+    @property
+    def on(self) -> bool:
+        """True once replicas may fail."""
+        return self.links.may_fail
 
     @property
     def lost(self) -> bool:
         """True once a replica of this quorum is lost."""
-        return self._lost.is_set()
+        return self.links.lost
+
+    @property
+    def has_state(self) -> bool:
+        return self.state is ReplicaState.COMPLETE
 
     @property
     def joins(self) -> bool:
@@ -170,180 +191,189 @@ class Quorum:
     # Groups
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
-        """From now on groups across these replicas may lose some; replicas whose ranks have not
-        started with this one are lost. Once; later calls must give the same. Collective."""
+        """Divide the ranks into replicas. A replica whose ranks have not started with this rank
+        counts as failed. Called once; later calls must give the same replicas. Collective."""
         if self.is_divided:
             if self.ranks != ranks:
                 raise ConfigError(
-                    "meshes with other replicas: while these may be lost, all are one"
+                    "two meshes with different replicas: with setup(replicas=True) all meshes of a "
+                    "process have the same replicas"
                 )
             return
         found = [list(map(int, each)) for each in ranks]
         together = set(self.live_ranks)
         self.hosts = list(hosts)
-        own = next(number for number, each in enumerate(found) if self.rank in each)
-        if self.rank == 0 and not self.life:
+        if self.rank == 0 and not self.incarnation:
             self.store.set(RANKS, json.dumps({"ranks": found, "hosts": self.hosts}))
-        self.ranks, self.replica, self.is_divided = found, own, True
-        self.place = found[own].index(self.rank)
+        self.ranks, self.phase = found, Phase.BUILDING
+        self.replica = next(number for number, each in enumerate(found) if self.rank in each)
+        self.place = found[self.replica].index(self.rank)
         live = [number for number, each in enumerate(found) if together.issuperset(each)]
-        self.members = [(number, self.life) for number in live]
-        self._hierarchy = Hierarchy(self, self.new_key(), self.timeout)
-        # Nobody leaves the group before all have ended their collectives in it.
+        self.members = [(number, self.incarnation) for number in live]
+        self._hierarchy = self.new_hierarchy(self.new_key(), self.timeout)
+        # No rank destroys the group before all ranks have finished their collectives in it.
         dist.barrier()
         self._starting = None
 
     def new_key(self) -> str:
-        """A name for the next group, equal on all ranks."""
+        """Return a name for the next group, equal on all ranks."""
         return f"group/{next(self._keys)}"
 
-    def group_inside(self, key: str, timeout: timedelta) -> Any:
-        """A gloo group of the ranks of this replica, which are lost together."""
+    def new_hierarchy(self, key: str, timeout: timedelta) -> Hierarchy:
+        """Create the groups of a `Hierarchy`. Collective."""
         store = PrefixStore(f"{key}/inside/{self.replica}", self.own_store)
-        return lazy_gloo(store, self.place, len(self.ranks[self.replica]), timeout)
+        inside = lazy_gloo(store, self.place, len(self.ranks[self.replica]), timeout)
+        across = self.new_link(f"{key}/first", timeout) if self.place == 0 else None
+        return Hierarchy(self.links, inside, across)
 
     def new_link(self, key: str, timeout: timedelta, *, on_device: bool = False) -> Link:
-        """A communicator of the ranks in this position of each live replica, for tensors on CPU or
-        on the device. Collective over them."""
+        """Connect the ranks in this position of each live replica. Collective over them.
+
+        Args:
+            key: name of the link; see `Link`.
+            timeout: time limit of a collective.
+            on_device: True for tensors on the device, False for tensors on CPU.
+        """
         make = BACKENDS[self._backend if on_device else "gloo"]
-        identity = self.life * len(self.ranks) + self.replica
+        identity = self.incarnation * len(self.ranks) + self.replica
         store = PrefixStore(f"replicas/communicator/{key}", self.store)
         link = Link(key, make(self._device, store, identity), timeout)
-        link.communicator.use(self._connected(link, PrefixStore(key, self.own_store)))
-        self._links.append(link)
+        link.communicator.use(self._connect(link, self.own_store))
+        self.links.add(link)
         return link
 
-    def _connected(self, link: Link, store: Any) -> Any:
-        live = self.live_replicas
-        number = live.index(self.replica)
-        epoch = self.epoch
+    def _connect_again(self, link: Link) -> Any:
+        return self._connect(link, PrefixStore(f"replicas/quorum/{self.epoch}", self.store))
+
+    def _connect(self, link: Link, store: Any) -> Any:
+        live, epoch = self.live_replicas, self.epoch
 
         def stop() -> bool:
-            return self.on and self._is_over(epoch)
+            return self.on and self.links.is_over(epoch)
 
-        return link.communicator.connect(store, number, len(live), link.timeout, stop)
+        number = live.index(self.replica)
+        own = PrefixStore(link.key, store)
+        return link.communicator.connect(own, number, len(live), link.timeout, stop)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long the ranks of this replica wait for each other in collectives of the
-        world."""
+        """Set the time limit of collectives of the default group inside this replica."""
         self.timeout = timeout
         if self._hierarchy is not None:
             self._hierarchy.set_timeout(timeout)
 
-    # Start, and events of the store
+    # Start, and the events in the store
 
-    def start(self) -> None:
-        """Everything is built. From now on replicas may be lost; one that rejoins becomes a member
-        in its first `regroup`."""
-        if not self.life:
+    def start(self, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        """Allow replicas to fail from now on. A rejoining replica becomes a member in its first
+        `regroup`. Collective over the ranks that start together.
+
+        Args:
+            stop_requested: True if this rank was asked to save and stop.
+        """
+        self._stop_requested = stop_requested
+        if not self.incarnation:
             record = {"members": self.members, "joiners": []}
             self.store.compare_set(RECORD.format(0), "", json.dumps(record))
-            self.epoch = 0
+            self.links.enter(0)
             if self.rank == self.first_rank:
                 for number in set(range(len(self.ranks))) - set(self.live_replicas):
                     post(self.store, "dead", (number, 0))
             dist.barrier()
-        self.on = True
+        self.links.may_fail, self.phase = True, Phase.BETWEEN_STEPS
         threading.Thread(target=self._follow, name="replicas", daemon=True).start()
-        if not self.life and self.store.add("replicas/started", 1) == len(self.live_ranks):
+        is_first_start = not self.incarnation
+        if is_first_start and self.store.add("replicas/started", 1) == len(self.live_ranks):
             self.store.set(LATEST, "0")
             self.store.set(ON, "all" if self.needs_all else "any")
 
     def _follow(self) -> None:
-        events = self._events
+        """Read the events, in a thread."""
         try:
             while True:
-                if events.read(3600.0):
-                    if self.own in events.dead or events.restarts:
-                        os._exit(self.exit_code)
+                if self._events.read(3600.0):
                     self._check_members()
-        except Exception:  # the store is lost, which the next quorum would need
-            if not self._ends:
+        except Exception:  # the store is lost, and without it no further quorum can form
+            if self.phase is not Phase.ENDING:
                 self.give_up()
 
     def _check_members(self) -> None:
         with self._lock:
             is_broken = self._events.broken >= self.epoch >= 0
-            if is_broken or self._events.dead.intersection(self.members):
+            is_lost = self._events.dead.intersection(self.members)
+            if is_broken or is_lost or self._is_left_out:
                 self.give_up()
 
+    @property
+    def _is_left_out(self) -> bool:
+        """True if the others continue without this replica, or if all ranks restart."""
+        return self.own in self._events.dead or self._events.restarts
+
     def give_up(self) -> None:
-        """Abandon all collectives of this quorum."""
-        self._lost.set()
+        """End all collectives of this quorum without a result."""
+        self.links.give_up()
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Run a step of which nothing is sent to other replicas or received from them."""
+        """Run a step without other replicas: nothing is sent to them or received from them."""
         self.give_up()
-        self.in_step = True
+        self.phase = Phase.IN_STEP
         try:
             yield
         finally:
-            self.in_step = False
-            self._lost.clear()
+            self.phase = Phase.BETWEEN_STEPS
+            self.links.enter(self.epoch)
             self._check_members()
 
-    # Collectives that may be abandoned
+    # Steps
 
-    def begin(self, link: Link, epoch: int, name: str, *arguments: Any) -> Collective | None:
-        """Start the collective ``name`` of quorum ``epoch``; None if that has lost a replica."""
-        if not self.on:
-            return link.communicator.start(name, *arguments)
-        if not self._is_over(epoch):
-            try:
-                return link.communicator.start(name, *arguments)
-            except RuntimeError:
-                self._fail(epoch)
-        return None
+    def start_step(self) -> None:
+        """Begin a step. Its collectives may have no result until `should_commit`."""
+        self.phase, self._has_committed = Phase.IN_STEP, False
 
-    def finish(self, collective: Collective | None, epoch: int) -> bool:
-        """Poll ``collective`` until it is done; False if a replica of quorum ``epoch`` is lost
-        before."""
-        if collective is None:
-            return False
-        if not self.on:
-            collective.wait()
-            return True
-        if not self._poll(collective.is_done, epoch):
-            self._abandoned.append(collective)
-            return False
-        # In this order: an aborted collective is done too.
-        if collective.has_failed():
-            self._fail(epoch)
-            return False
+    def is_complete(self, status: Tensor) -> bool:
+        """True if the last all-reduce of the step over all ranks has a result on all ranks of this
+        replica, and all ranks had a complete step before it.
+
+        Args:
+            status: its tensor. The first value is the number of ranks that had noticed a failure.
+        """
+        return self._has_committed and not status[0].item()
+
+    def should_commit(self, status: Tensor) -> bool:
+        """End a step. False if all live replicas must repeat it, in the quorum that this call has
+        formed. Collective over the ranks of this replica.
+
+        Either all live replicas commit the step or none does. If only other replicas have the
+        result, this call copies it to ``status``. Args: as of `is_complete`.
+        """
+        if not self.is_complete(status):
+            result = self.regroup(admit=False)
+            if result is None:
+                return False
+            status.copy_(result.view(status.dtype))
+            if status[0].item():  # others have received that the step is not complete
+                return False
+        self.phase = Phase.BETWEEN_STEPS
         return True
 
-    def _poll(self, is_done: Callable[[], bool], epoch: int) -> bool:
-        """Return when ``is_done()``; False if a replica of quorum ``epoch`` is lost before."""
-        pause = _FIRST_POLL_S
-        while not is_done():
-            if self._is_over(epoch):
-                return is_done()
-            # Not a wait for the event: that of Python polls in longer intervals.
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_S)
-        return True
+    def lose_state(self) -> None:
+        """Leave the step. This replica has no state until it receives one."""
+        self.give_up()
+        self.phase, self.state = Phase.BETWEEN_STEPS, ReplicaState.MISSING
 
-    def _is_over(self, epoch: int) -> bool:
-        """True if quorum ``epoch`` has lost a replica. For a thread beside the training loop it may
-        be an earlier quorum."""
-        return self._lost.is_set() or self.epoch != epoch
-
-    def _fail(self, epoch: int) -> None:
-        """A collective has failed: all ranks hear that quorum ``epoch`` has ended."""
-        if not self._is_over(epoch):
-            self.give_up()
-            post(self.store, "break", epoch, self._events.count)
+    def complete_join(self) -> None:
+        """The replicas that have joined, possibly this one, have the state now."""
+        self.joined, self.state = [], ReplicaState.COMPLETE
 
     # Agreements
 
     def agree(self, tensor: Tensor, operation: Any) -> bool:
-        """Reduce ``tensor`` over all live ranks, in place. True if the result has come back to all
-        ranks of this replica.
+        """All-reduce ``tensor`` over all live ranks, in place. True if all ranks of this replica
+        have the result.
 
-        Agreements are numbered. When some replicas have the result of the last one and others lost
-        a replica before, the next quorum has the result in its record: `regroup` returns it to
-        those that lack it. So either all live replicas have it in the end, or none.
+        Agreements are numbered. If only some replicas have the result of the last agreement, the
+        record of the next quorum has it, and `regroup` returns it on the others. Therefore either
+        all live replicas have the result in the end, or none has it.
         """
         if self._hierarchy is None:
             options: Any = dist.AllreduceOptions()
@@ -352,20 +382,21 @@ class Quorum:
             return True
         self._started += 1
         self.synchronized = self.epoch
-        if not self._hierarchy.reduce(tensor, operation, self.epoch):
-            return False
-        self._agreed, self._result = self._started, tensor
-        return True
+        has_result = self._hierarchy.reduce(tensor, operation, self.epoch)
+        if has_result:
+            self._agreed, self._result = self._started, tensor
+        self._has_committed = has_result
+        return has_result
 
     def agree_until_done(self, contribution: Callable[[], Tensor], operation: Any) -> Tensor:
-        """The reduced ``contribution()`` of all live ranks, the same on all of them. Repeated by
-        the survivors after a loss. Outside of steps."""
+        """Return the reduced ``contribution()`` of all live ranks. The survivors repeat the
+        all-reduce after a failure. Outside of steps."""
         while True:
             tensor = contribution()
             if self.agree(tensor, operation):
                 return tensor
             if self.needs_all:
-                raise ReplicaLost("a replica was lost")
+                raise ReplicaLost("a replica failed")
             result = self.regroup(admit=False)
             if result is not None:
                 return result
@@ -378,213 +409,140 @@ class Quorum:
     # The next quorum
 
     def regroup(self, *, admit: bool, least: int = 1) -> Tensor | None:
-        """Form the next quorum of the survivors; with ``admit``, and if all of them do so, also of
-        the replicas that wait to join, once there are ``least`` replicas or a rank was asked to
-        stop. Return the result, as bytes, of the last agreement started here if it has come back
-        only to others. Collective over the ranks of this replica."""
+        """Form the next quorum. Collective over the ranks of this replica.
+
+        Args:
+            admit: True to accept the waiting replicas too, if all survivors do so.
+            least: number of replicas to wait for, unless a rank is asked to stop.
+
+        Returns:
+            The result of the last agreement as bytes, if only other replicas have it.
+        """
         started, agreed, had_state = self._started, self._agreed, self.has_state
         while True:
             record = self._next_record(self.epoch, admit, least)
             with self._lock:
                 self.members = [tuple(each) for each in record["members"]]
                 self.joined = [tuple(each) for each in record["joiners"]]
-                self.epoch = record["number"]
-                self._lost.clear()
+                self.links.enter(record["number"])
             self._check_members()
             self._started = self._agreed = record["agreed"]
             self._result = from_text(record["result"])
-            if self.vote(self._connect_links()):
+            if self.vote(self.links.connect(self._connect_again)):
                 break
-            self._fail(self.epoch)
+            self.links.fail(self.epoch)
         self.donor = self.members[0][0]
-        is_result_of_last = had_state and agreed < started == self._agreed
-        return self._result.clone() if is_result_of_last else None
+        if self.own in self.joined:
+            self.state = ReplicaState.RECEIVING
+        has_missed_result = had_state and agreed < started == self._agreed
+        return self._result.clone() if has_missed_result else None
+
+    def regroup_all(self, least: int) -> None:
+        """Form a quorum of at least ``least`` replicas, which all need a state afterwards."""
+        self.regroup(admit=True, least=least)
+        self.synchronized = self.epoch
 
     def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
         """Wait for the record of the next quorum with this replica."""
-        for link in self._links:
-            link.communicator.abort()
-        for link in self._links:
-            link.communicator.drain()
-        # Nobody hears that this replica is ready for the next quorum before all of its ranks are:
-        # others may still read memory of a peer that a reconfiguration frees.
+        self.links.abort()
+        # Other replicas may still read memory that a reconfiguration of a peer frees. Therefore all
+        # ranks of this replica have aborted before it reports that it is ready.
         if self.epoch >= 0:
             self.vote(True)
-        self._abandoned = [each for each in self._abandoned if not each.is_done()]
         number = old + 1
-        self._tell(old, admit)
+        self._publish_status(old, admit)
         while True:
-            self._lead(old, least)
+            self._write_record(old, least)
             try:
-                self.store.wait([RECORD.format(number)], timedelta(seconds=0.02))
+                self.store.wait([RECORD.format(number)], timedelta(seconds=_RECORD_POLL_S))
             except DistStoreError:
                 if self._events.ended:
-                    os._exit(0)  # the others have finished meanwhile
-                if least > 1 and self._events.stopped < old and self.stop_requested():
+                    self._end_rank(0)
+                if self._is_left_out:
+                    self._end_rank(LEFT_OUT)
+                if least > 1 and self._events.stopped < old and self._stop_requested():
                     post(self.store, "stop", old, self._events.count)
                 continue
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
             if self.has_state:
-                os._exit(LEFT_OUT)
+                self._end_rank(LEFT_OUT)
             number += 1
 
-    def _tell(self, old: int, admit: bool) -> None:
-        """Publish how far this replica is at the end of quorum ``old``, if it was a member."""
+    def _publish_status(self, old: int, admit: bool) -> None:
+        """Publish the status of this replica at the end of quorum ``old``, if it was a member."""
         if self.place or old < 0:
             return
         if self._events.broken < old:
             post(self.store, "break", old, self._events.count)
-        at = {
+        status = {
             "has_state": self.has_state,
             "agreed": self._agreed,
             "result": as_text(self._result),
             "admit": admit,
         }
-        self.store.set(_AT.format(old, *self.own), json.dumps(at))
+        self.store.set(_STATUS.format(old, *self.own), json.dumps(status))
 
-    def _lead(self, old: int, least: int) -> None:
-        """Write the next record once all survivors have published how far they are, if this
-        replica is the eldest survivor that has the state."""
+    def _write_record(self, old: int, least: int) -> None:
+        """Write the next record after all survivors have published their status, if this replica
+        has the longest membership of all survivors with the state."""
         if self.place or old < 0:
             return
         left = [each for each in self.members if each not in self._events.dead]
-        keys = [_AT.format(old, *each) for each in left]
+        keys = [_STATUS.format(old, *each) for each in left]
         if not self.store.check(keys):
             return
-        told: Mapping[Member, Any] = dict(
+        published: Mapping[Member, Any] = dict(
             zip(left, map(json.loads, map(self.store.get, keys)), strict=True)
         )
-        record = next_record(told, self._events.joining - self._events.dead, self.needs_all)
+        waiting = self._events.joining - self._events.dead
+        record = next_record(published, waiting, self.needs_all)
         if record is None:
-            os._exit(LEFT_OUT)  # nobody has the state: all start again from a checkpoint
+            self._end_rank(LEFT_OUT)  # all ranks restart from a checkpoint
         is_enough = len(record["members"]) >= least or self._events.stopped >= old
         if record["members"][0] != self.own or not is_enough:
             return
         self.store.compare_set(RECORD.format(old + 1), "", json.dumps(record))
         self.store.set(LATEST, str(old + 1))
 
-    def _connect_links(self) -> bool:
-        """Connect the communicators of this quorum; False if a replica is lost meanwhile."""
-
-        def connect() -> list[Any]:
-            made = []
-            for link in self._links:
-                key = f"replicas/quorum/{self.epoch}/{link.key}"
-                made.append(self._connected(link, PrefixStore(key, self.store)))
-            return made
-
-        made = self._in_thread(connect, self.epoch)
-        if made is None:
-            return False
-        for link, connected in zip(self._links, made, strict=True):
-            link.communicator.use(connected)
-        return True
-
-    def _in_thread(self, connect: Callable[[], Any], epoch: int) -> Any:
-        """The result of ``connect()``, which blocks until other replicas do the same; None if one
-        of quorum ``epoch`` is lost meanwhile."""
-        found: list[Any] = []
-        done = threading.Event()
-
-        def run() -> None:
-            with contextlib.suppress(Exception):  # the result is missing then
-                found.append(connect())
-            done.set()
-
-        threading.Thread(target=run, name="replicas connect", daemon=True).start()
-        if not self._poll(done.is_set, epoch) or not found:
-            return None
-        return found[0]
-
     # Messages between two ranks
 
     def link(self, joiner: Member) -> Callable[[Tensor], bool]:
-        """A function that sends a tensor from the donor's rank in this position to the joiner's,
-        and returns False if one of them is lost before it has arrived."""
+        """Return a function that sends a tensor from the donor's rank in this position to the
+        joiner's. It returns False if one of them fails first."""
         source, target = self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]
-        key = f"state/{joiner[0]}/{self.place}"
-        return self._connected_pair(key, source, target, self.epoch)
+        return self.pair(f"state/{joiner[0]}/{self.place}", source, target, self.epoch)
 
-    def send(self, key: str, source: int, target: int, data: Tensor, epoch: int) -> bool:
-        """Send ``data`` from rank ``source`` to rank ``target``. Both call it. False if a replica
-        of quorum ``epoch`` is lost before it has arrived."""
-        return self._connected_pair(key, source, target, epoch)(data)
-
-    def _connected_pair(
-        self, key: str, source: int, target: int, epoch: int
-    ) -> Callable[[Tensor], bool]:
+    def pair(self, key: str, source: int, target: int, epoch: int) -> Callable[[Tensor], bool]:
+        """Connect rank ``source`` and rank ``target``; see `Links.pair`. Both call it."""
         store = PrefixStore(f"replicas/quorum/{epoch}/{key}", self.store)
-        number = int(self.rank == target)
-        timeout, pair = self.timeout, Gloo()
-
-        def connect() -> Any:
-            return connected_gloo(store, number, 2, timeout)
-
-        made = self._in_thread(connect, epoch) if self.on else connect()
-        if made is None:
-            return lambda _: False
-        pair.use(made)
-        link = Link(key, pair, timeout)
-
-        def send(tensor: Tensor) -> bool:
-            options = dist.BroadcastOptions()
-            collective = self.begin(link, epoch, "broadcast", [tensor], options)
-            return self.finish(collective, epoch)
-
-        return send
+        return self.links.pair(store, int(self.rank == target), self.timeout, epoch)
 
     # The end
 
-    def leave(self) -> NoReturn:
-        """End this rank. The others continue without its replica."""
+    def leave(self, exit_code: int = LEFT_OUT) -> NoReturn:
+        """End this rank with ``exit_code``. The others continue without its replica. Collective
+        over the ranks of this replica."""
+        self.vote(True)  # after it, no rank waits for another rank of this replica
         if self.place == 0 and self.own not in self._events.dead:
             post(self.store, "dead", self.own, self._events.count)
-        os._exit(self.exit_code)
+        self._end_rank(exit_code)
+
+    def _end_rank(self, exit_code: int) -> NoReturn:
+        """End this rank as any Python process ends. All collectives across replicas end before, so
+        no thread waits for another replica. The launcher kills a rank that does not end, for
+        example because a peer in its replica hangs."""
+        self.phase = Phase.ENDING
+        self.give_up()
+        self.links.abort()
+        raise SystemExit(exit_code)
 
     def end(self) -> None:
-        """The job has ended well: replicas that wait to join end too. Collective."""
-        self._ends = True  # from now on the store may end, with a node that is done before
+        """End the job: replicas that wait to join end too. Collective."""
+        self.phase = Phase.ENDING  # from now on the store may end, with a node that is done before
         dist.barrier()
-        self.on = False
+        self.links.may_fail = False
         if self.rank == self.first_rank:
             with contextlib.suppress(DistNetworkError, DistStoreError):
                 post(self.store, "end", None, self._events.count)
-
-
-class Hierarchy:
-    """All-reduces over all live ranks: inside each replica, across their first ranks, and back to
-    the others. The outcome is the same on all ranks of a replica."""
-
-    def __init__(self, quorum: Quorum, key: str, timeout: timedelta) -> None:
-        self._quorum, self.key = quorum, key
-        self._inside = quorum.group_inside(key, timeout)
-        self._link = quorum.new_link(f"{key}/first", timeout) if quorum.place == 0 else None
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inside.set_timeout(timeout)
-        if self._link is not None:
-            self._link.set_timeout(timeout)
-
-    def reduce(self, tensor: Tensor, operation: Any, epoch: int) -> bool:
-        """Reduce ``tensor`` in place. False, without a result, if a replica was lost."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = operation
-        self._inside.allreduce([tensor], options).wait()
-        has_arrived = torch.ones(1)
-        if self._link is not None:
-            collective = self._quorum.begin(self._link, epoch, "allreduce", [tensor], options)
-            has_arrived.fill_(float(self._quorum.finish(collective, epoch)))
-        back = dist.BroadcastOptions()
-        for each in (has_arrived, tensor):
-            self._inside.broadcast([each], back).wait()
-        return bool(has_arrived.item())
-
-    def vote(self, is_well: bool) -> bool:
-        """True if ``is_well`` on all ranks of this replica. Collective over them."""
-        vote = torch.tensor([float(is_well)])
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._inside.allreduce([vote], options).wait()
-        return bool(vote.item())

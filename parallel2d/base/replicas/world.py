@@ -1,7 +1,8 @@
-"""Process groups of torch over replicas that may be lost: `World`, `Across`, `Everyone`.
+"""Process groups across replicas that may fail: `World`, `Across`, `Everyone`.
 
-Each is a `torch.distributed.Backend` in an ordinary process group, which lasts while its members
-change. `create` makes the backend of a group; groups of ranks of one replica get gloo's own.
+Each is a `torch.distributed.Backend` of an ordinary process group. The group stays the same while
+its live members change. `create` returns the backend of a group; a group inside one replica has the
+gloo backend of torch.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from parallel2d.base.replicas.communicators import Collective, lazy_gloo
-from parallel2d.base.replicas.quorum import Hierarchy, Link, Quorum, ReplicaLost
+from parallel2d.base.replicas.links import Link
+from parallel2d.base.replicas.quorum import Phase, Quorum, ReplicaLost
 
-NAME = "replicas"  # of the backend, which torch registers in upper case too
+NAME = "replicas"  # name of the backend; torch registers it in upper case too
 
 
 class AxisOptions(Backend.Options):
-    """``pg_options`` of a group over the replicate axis. Where each replica is one rank, the ranks
-    do not distinguish such a group from one of all ranks."""
+    """``pg_options`` of a group over the replicate axis. If each replica has a single rank, the
+    ranks of the axis are all ranks, and only these options distinguish it from the world."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
 
 
 class _Ended(dist.Work):
-    """The work of a collective that has ended."""
+    """The work of a finished collective."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -43,10 +45,10 @@ class _PolledWork(dist.Work):
     """A collective across replicas.
 
     Args:
-        collective: None if a replica was lost before it could start.
-        epoch: the quorum that it belongs to.
-        required: its name if `wait` raises `ReplicaLost` for a lost replica; without, it returns
-            False, and the tensors hold no result.
+        collective: the collective in flight; None if a replica was lost before its start.
+        epoch: the quorum of the collective.
+        required: the name of the collective if `wait` raises `ReplicaLost` after a loss. Empty if
+            `wait` returns False then, with undefined tensors.
     """
 
     def __init__(
@@ -57,25 +59,25 @@ class _PolledWork(dist.Work):
         self._epoch, self._required = epoch, required
 
     def wait(self, *_: Any) -> bool:
-        has_arrived = self._quorum.finish(self._collective, self._epoch)
-        if self._required and not has_arrived:
+        has_result = self._quorum.links.finish(self._collective, self._epoch)
+        if self._required and not has_result:
             name = self._required
             raise ReplicaLost(f"a replica was lost during {name} over the replicate axis")
-        return has_arrived
+        return has_result
 
     def is_completed(self) -> bool:
         return self._collective is None or self._collective.is_done()
 
 
 class _LastingBackend(Backend):
-    """A backend whose members change. ``rank`` and ``size`` are those with all replicas."""
+    """A backend whose live members change. ``rank`` and ``size`` include lost replicas."""
 
     def __init__(self, quorum: Quorum, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.quorum, self.timeout = quorum, timeout
 
     def getBackendName(self) -> str:  # noqa: N802
-        return "of groups across replicas that may be lost"
+        return "replicas"
 
     @property
     def options(self) -> Any:
@@ -86,7 +88,7 @@ class _LastingBackend(Backend):
 
 
 class Across(_LastingBackend):
-    """The replicate axis: the ranks in the position of this one in each replica."""
+    """The replicate axis: the ranks with the same position in each replica."""
 
     def __init__(
         self, quorum: Quorum, link: Link, rank: int, size: int, timeout: timedelta
@@ -102,38 +104,39 @@ class Across(_LastingBackend):
         return self._start("allreduce", tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """The rows of lost replicas keep their values."""
+        """All-gather of the live replicas. The rows of lost replicas keep their values."""
         live = [outputs[0][number] for number in self.quorum.live_replicas]
         return self._start("allgather", [live], inputs, opts)
 
     def all_gather_single(self, output: Any, own: Any, opts: Any) -> Any:
-        """``output`` has the size of the live replicas."""
+        """All-gather into one tensor, with the rows of the live replicas only."""
         return self._start("all_gather_single", output, own, opts)
 
     def all_to_all_single(self, output: Any, own: Any, *more: Any) -> Any:
-        """``output`` and ``own`` have the size of the live replicas."""
+        """All-to-all of tensors with one part for each live replica."""
         return self._start("all_to_all_single", output, own, *more)
 
     def barrier(self, opts: Any) -> Any:
         return self._start("barrier", opts)
 
     def _start(self, name: str, *arguments: Any) -> Any:
-        """Start a collective. In a step its failure fails the step. Elsewhere nothing would show
-        that it has no result, unless each replica needs all others."""
+        """Start a collective. Inside a step, a missing result fails the step. Outside of steps the
+        caller would not notice it, so `ReplicaLost` is raised; as it is if a replica needs all
+        others, because the rollback catches it."""
         quorum = self.quorum
         if quorum.on:
             quorum.begun += 1
-        required = "" if quorum.in_step or quorum.needs_all else name
-        collective = quorum.begin(self.link, quorum.epoch, name, *arguments)
-        return _PolledWork(quorum, collective, quorum.epoch, required)
+        is_optional = quorum.phase is Phase.IN_STEP or quorum.needs_all
+        collective = quorum.links.begin(self.link, quorum.epoch, name, *arguments)
+        return _PolledWork(quorum, collective, quorum.epoch, "" if is_optional else name)
 
 
 class World(_LastingBackend):
-    """The default group: collectives among the live ranks. The rows of lost ranks in a gather keep
+    """The default group: collectives of the live ranks. In a gather, the rows of lost ranks keep
     their values.
 
-    Each collective is one all-reduce of a tensor on CPU: a gather adds rows that are zero on all
-    ranks but one. A lost replica then has one meaning for all of them; see `Quorum.agree`.
+    Each collective is one all-reduce on CPU; a gather adds rows that are zero on all ranks except
+    one. Therefore a lost replica has the same effect on every collective; see `Quorum.agree`.
     """
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -170,7 +173,7 @@ class World(_LastingBackend):
         return _Ended()
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        # All ranks get the rows, so that any of them can tell the others after a loss.
+        # All ranks get the rows, so that any survivor of a loss can send them to the others.
         (own,) = inputs
         rows = outputs[0] if outputs else [torch.empty_like(own) for _ in range(self.size())]
         return self.allgather([rows], [own], opts)
@@ -195,33 +198,32 @@ class World(_LastingBackend):
 
     def _check_root(self, root: int) -> None:
         if root not in self.quorum.live_ranks:
-            raise ReplicaLost(f"rank {root}, which was to send to all, is lost")
+            raise ReplicaLost(f"broadcast from rank {root}: its replica is lost")
 
     def _reduce(
         self, contribution: Callable[[], Tensor], operation: Any = dist.ReduceOp.SUM
     ) -> Tensor | None:
-        """The reduced contributions; None in a step that has lost a replica."""
-        quorum = self.quorum
-        if quorum.in_step:
+        """Return the reduced contributions; None in a step that has lost a replica."""
+        if self.quorum.phase is Phase.IN_STEP:
             reduced = contribution()
-            quorum.committed = quorum.agree(reduced, operation)
-            return reduced if quorum.committed else None
-        return quorum.agree_until_done(contribution, operation)
+            return reduced if self.quorum.agree(reduced, operation) else None
+        return self.quorum.agree_until_done(contribution, operation)
 
 
 class Everyone(World):
-    """As `World`, for a thread beside the training loop. After the loss of a replica of its quorum
-    each collective raises `ReplicaLost`, on all ranks of a replica.
+    """All ranks, for a thread next to the training loop. After the loss of a replica, each
+    collective raises `ReplicaLost` on all ranks of a replica.
 
     Attributes:
-        epoch: the quorum; None: the current one.
+        epoch: the quorum of the collectives; None: the current one.
     """
 
     def __init__(self, quorum: Quorum, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(quorum, rank, size, timeout)
         self.epoch: int | None = None
-        self._hierarchy = Hierarchy(quorum, quorum.new_key(), timeout)
-        # The all-to-alls of one quorum, counted for their keys in the store
+        self._key = quorum.new_key()
+        self._hierarchy = quorum.new_hierarchy(self._key, timeout)
+        # The quorum of the last all-to-all, and its number in this quorum, for keys in the store
         self._exchanges = (-1, 0)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -231,29 +233,30 @@ class Everyone(World):
     def all_to_all_single(
         self, received: Any, sent: Any, incoming: Any, outgoing: Any, opts: Any
     ) -> Any:
-        """By messages between two ranks, since only few ranks have something to send."""
+        """All-to-all as messages between two ranks, because most ranks have nothing to send."""
         quorum, epoch = self.quorum, self._own_epoch()
         counted, number = self._exchanges
         self._exchanges = epoch, number + 1 if counted == epoch else 1
-        key = f"{self._hierarchy.key}/{self._exchanges[1]}"
+        key = f"{self._key}/{self._exchanges[1]}"
         live = quorum.live_ranks
         failures = torch.ones(1)
         if len(live) == len(incoming):
             messages = _messages(quorum.rank, live, received.split(incoming), sent.split(outgoing))
-            # All ranks take the messages in one order, and so none waits in a circle.
-            has_all = all(
-                quorum.send(f"{key}/{source}-{target}", source, target, data, epoch)
-                for (source, target), data in sorted(messages.items())
-            )
-            failures.fill_(float(not has_all))
-        # The ranks of a replica must fail together.
+            failures.zero_()
+            # In the same order on all ranks, so that no cycle of ranks waits for each other
+            for (source, target), data in sorted(messages.items()):
+                send = quorum.pair(f"{key}/{source}-{target}", source, target, epoch)
+                if not send(data):
+                    failures.fill_(1.0)
+                    break
+        # All ranks of a replica must fail together.
         if self._reduce(lambda: failures).item():
             raise ReplicaLost("a replica was lost")
         return _Ended()
 
     def _check_root(self, root: int) -> None:
-        # The training loop may form the next quorum meanwhile. The collective then fails on all
-        # ranks of the replica.
+        # The training loop may form the next quorum at the same time. Then the collective fails on
+        # all ranks of the replica.
         pass
 
     def _own_epoch(self) -> int:
@@ -269,8 +272,12 @@ class Everyone(World):
 
 
 def create(quorum: Quorum, given: Any, options: Any) -> Any:
-    """The backend of a process group, for torch. ``given``: the arguments of torch. ``options``:
-    the ``pg_options`` of the group."""
+    """Return the backend of a process group, for torch.
+
+    Args:
+        given: the arguments of torch.
+        options: the ``pg_options`` of the group.
+    """
     ranks, rank = list(given.global_ranks_in_group), given.group_rank
     if not ranks:  # the default group
         return World(quorum, rank, given.group_size, quorum.timeout)
@@ -286,15 +293,15 @@ def create(quorum: Quorum, given: Any, options: Any) -> Any:
     if is_of_all:
         return Everyone(quorum, rank, len(ranks), given.timeout)
     raise RuntimeError(
-        f"new_group({ranks}): replicas may be lost, so a group has ranks of one replica, the ranks "
-        "in one position of each replica, or all ranks"
+        f"new_group({ranks}): with replicas that may fail, a group has ranks of one replica, the "
+        "ranks with the same position in each replica, or all ranks"
     )
 
 
 def _messages(
     own: int, live: Sequence[int], received: Sequence[Tensor], sent: Sequence[Tensor]
 ) -> dict[tuple[int, int], Tensor]:
-    """By source and target the data that rank ``own`` sends and receives."""
+    """Return the data that rank ``own`` sends and receives, by source and target."""
     found: dict[tuple[int, int], Tensor] = {}
     for rank, incoming, outgoing in zip(live, received, sent, strict=True):
         if rank == own:
@@ -308,7 +315,7 @@ def _messages(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy on CPU, which an abandoned collective may write to."""
+    """Return a copy on CPU, which an abandoned collective may write to."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -273,7 +273,7 @@ class _Estimate:
         order = [index for index in reversed(range(len(groups))) if groups[index].reduced_numel]
         sizes = [groups[index].reduced_numel * groups[index].sum_itemsize for index in order]
         kinds = [(groups[index].reduced_itemsize, groups[index].sum_itemsize) for index in order]
-        for bucket in fill_buckets(sizes, kinds, int(self._sync.bucket_mib * 2**20)):
+        for bucket in fill_buckets(sizes, kinds, self._sync.bucket_bytes):
             reductions = [self._traffic.reduced(groups[order[each]]) for each in bucket]
             collective = reductions[0][0]
             sent = sum(size for _, size in reductions)

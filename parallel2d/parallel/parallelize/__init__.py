@@ -102,8 +102,9 @@ def parallelize(
             offloading; each section also accepts the name of a preset.
         seed: seed of the initial weights, required when parameters are on meta. It also seeds the
             stochastic rounding of ``sync.wire``.
-        init: ``init(module, name)`` sets the parameters that ``module`` owns. Default: each
-            module's own initializer, or the constructor.
+        init: ``init(module, name)`` sets the parameters that ``module`` owns, from nothing but
+            its arguments. It runs for each module on one rank of a replica. Default: each module's
+            own initializer, or the constructor.
         tensor_plan: module pattern -> parallel style or word
             (`parallelize.tensor_parallel`); required when the mesh has a tensor axis.
         broadcast_from: the rank that broadcasts its weights and buffers at the start. The other

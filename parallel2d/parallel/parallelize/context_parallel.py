@@ -66,8 +66,10 @@ def learn_at_first(
     The hook runs before all other hooks of the model, because it calls the model.
 
     Args:
-        model: the parallelized model. mesh: its mesh. stacks: from `intercept_attention`. compares:
-        True to compare an unsplit forward with a split forward, and to give each rank
+        model: the parallelized model.
+        mesh: its mesh.
+        stacks: from `intercept_attention`.
+        compares: True to compare an unsplit forward with a split forward, and to give each rank
             different random numbers. False for tensors without values.
     """
     if not stacks:

@@ -251,7 +251,8 @@ def resolve(
     compilation = choose_compilation(
         config.compile, shape, workload.device_type, has_blocks=bool(blocks)
     )
-    config = replace(config, compile=compilation)
+    sync = config.sync.for_device(workload.device_type)
+    config = replace(config, compile=compilation, sync=sync)
     if config.compile.name != "none" and not blocks:
         raise ConfigError(
             f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "

@@ -9,6 +9,7 @@ from parallel2d.parallel.sync.engine.accumulation import (
     clear_with_gradients,
     discard_accumulated,
     no_sync,
+    reduce_zeros,
 )
 from parallel2d.parallel.sync.updates import (
     attach_optimizer,

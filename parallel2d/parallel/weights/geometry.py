@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# No public name; torch's distributed checkpoints also rely on this function.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+# No public names; torch's distributed checkpoints also rely on the second function.
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 
 from parallel2d.base.exchange import sendable
 from parallel2d.parallel.mesh import axis_names
@@ -99,11 +102,11 @@ class Region:
             yield Region((first, *[0] * (len(shape) - 1)), (length, *shape[1:]))
 
 
-def local_region(tensor: Tensor) -> Region:
+def local_region(tensor: Tensor, positions: Mapping[str, int] | None = None) -> Region:
     """Return the rectangle of the unsharded tensor that this rank holds.
 
-    For a plain tensor this is everything.
-
+    For a plain tensor this is everything. With ``positions`` (axis -> number) it is the rectangle
+    of the rank at these positions of the mesh, and at this rank's positions on other axes.
 
     Raises ValueError for placements that do not split the tensor (partial sums).
     """
@@ -113,9 +116,17 @@ def local_region(tensor: Tensor) -> Region:
         raise ValueError(
             f"a tensor placed as {tensor.placements} cannot be saved: a partial sum is not a shard"
         )
-    lengths, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    mesh = tensor.device_mesh
+    if positions:
+        own = zip(axis_names(mesh), mesh.get_coordinate() or (), strict=True)
+        coordinate = [positions.get(name, position) for name, position in own]
+        lengths, offsets = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh.shape, coordinate, tensor.placements
+        )
+    else:
+        lengths, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, mesh, tensor.placements
+        )
     return Region(tuple(offsets), tuple(lengths))
 
 

@@ -2,24 +2,27 @@
 
 [Note: mesh-independent weights] A module's initial values depend only on the seed and on fully
 qualified names (FQNs). Before any transform a meta copy of the model is kept (structure without
-storage). After sharding the copy is filled one unit at a time, where a unit is a repeated block or
-the rest of the model: storage on CPU, then each module's own initializer in post-order, under a
-generator seeded by a hash of the seed and the FQN of the module. Every rank does the same and keeps
-its local shard. The values thus do not depend on device, mesh or world size, and a rank never holds
-more than the largest unit.
+storage). After sharding the copy is filled one part at a time: storage on CPU, then each module's
+own initializer in post-order, under a generator seeded by a hash of the seed and the FQN of the
+module. A part is a module, such as one linear layer, whose values no initializer around it writes.
+The parts are dealt to the ranks of a replica, and the rank that has drawn a part sends the other
+ranks their local shards (`replica_ranks`). The values thus do not depend on device, mesh or world
+size, and each rank draws about as many values as it keeps.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
@@ -33,7 +36,7 @@ from parallel2d.parallel.model_structure import (
     tied_parameters,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, parameters_by_name
-from parallel2d.parallel.weights.unsharded_tensors import copy_part
+from parallel2d.parallel.weights.replica_ranks import ReplicaRanks, deal
 
 Initializer = Callable[[nn.Module, str], None]
 
@@ -60,6 +63,17 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
 _Place = tuple[str, dict[str, Any], str, Tensor]
 
 
+class Part(NamedTuple):
+    """Modules that are initialized together, apart from all others."""
+
+    # (name, module); children come before their parent, whose initializer may overwrite their
+    # values
+    modules: list[tuple[str, nn.Module]]
+    places: list[_Place]
+    # Place -> the tensor of the sharded model that gets its value
+    targets: list[tuple[_Place, Tensor]]
+
+
 class InitialWeights:
     """Keeps a meta copy of ``model`` before the transforms; `write` fills the sharded model.
 
@@ -72,33 +86,123 @@ class InitialWeights:
         self.blueprint = copy.deepcopy(model)
         self.blocks = [name for name, _ in blocks]
         self.init = init
+        self._given: Container[str] = ()
 
     def write(
-        self, model: nn.Module, seed: int, device_type: str, given: Container[str] = ()
+        self,
+        model: nn.Module,
+        seed: int,
+        device_type: str,
+        given: Container[str] = (),
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Allocate meta parameters on this rank's device and fill them with initial values.
 
-        Tensors with FQNs in ``given`` keep their values. Raises `ConfigError` with the names of all
-        other parameters that no initializer sets.
+        Collective over the replica of this rank.
+
+        Args:
+            model: the model after the transforms.
+            seed: the seed of all values.
+            device_type: the kind of device of meta parameters.
+            given: FQNs of tensors that keep their values.
+            mesh: the mesh of parameters; None: this rank draws all values.
+
+        Raises:
+            ConfigError: parameters that no initializer sets, with their names, and an initializer
+                that failed on another rank.
         """
+        self._given = given
         if any(parameter.is_meta for parameter in model.parameters()):
             allocate(model, device_type)
-        here = all_tensors(model)
-        # Ids of tensors with values: a tied parameter is drawn under its first name.
-        written = {id(tensor) for name, tensor in here.items() if name in given}
-        unset: list[str] = []
-        have_values = {name for name, tensor in here.items() if id(tensor) in written}
-        for modules in self._units(have_values):
-            unset += self._write_unit(modules, here, written, seed)
-        parameters = parameters_by_name(model)
-        unset += [name for name, parameter in parameters.items() if id(parameter) not in written]
+        parts, unset = self.parts(model, given)
+        if parts:
+            ranks = ReplicaRanks(mesh)
+            unset += self._draw_all(parts, ranks, seed)
         if unset:
             raise no_initializer(unset)
 
-    def _units(self, given: set[str]) -> Iterator[list[tuple[str, nn.Module]]]:
-        """Yield the units as (name, module): first the model without its blocks, then each block.
+    def parts(self, model: nn.Module, given: Container[str] = ()) -> tuple[list[Part], list[str]]:
+        """Return the parts to draw, and the FQNs of parameters outside of all parts."""
+        here = all_tensors(model)
+        # Ids of tensors with values: a tied parameter is drawn under its first name.
+        written = {id(tensor) for name, tensor in here.items() if name in given}
+        have_values = {name for name, tensor in here.items() if id(tensor) in written}
+        found = []
+        for modules in self._modules_of_parts(have_values):
+            places = list(_places_on_meta(modules))
+            targets = []
+            for place in places:
+                tensor = here.get(place[0])
+                # The transforms may have removed a buffer from the model.
+                if tensor is not None and id(tensor) not in written:
+                    written.add(id(tensor))
+                    targets.append((place, tensor))
+            # A part with only loaded values is not drawn.
+            if targets:
+                found.append(Part(modules, places, targets))
+        parameters = parameters_by_name(model)
+        return found, [name for name, each in parameters.items() if id(each) not in written]
 
-        Children come before their parent, since its initializer may overwrite their values.
+    def _draw_all(self, parts: Sequence[Part], ranks: ReplicaRanks, seed: int) -> list[str]:
+        """Draw the parts and fill their targets. Returns the FQNs that no initializer set.
+
+        Collective.
+        """
+        unset: list[str] = []
+        fault: Exception | None = None
+        sizes = [sum(target.numel() for _, target in part.targets) for part in parts]
+        for dealt in deal(sizes, ranks.size):
+            values: list[Tensor] = []
+            for number in dealt[ranks.own]:
+                part = parts[number]
+                try:
+                    drawn = self.draw(part, seed)
+                    unset += [
+                        place[0]
+                        for (place, _), value in zip(part.targets, drawn, strict=True)
+                        if is_unset(value)
+                    ]
+                except Exception as error:
+                    # The other ranks wait for values, and get the error after the last exchange.
+                    fault = fault or error
+                    drawn = [torch.zeros(()).expand(target.shape) for _, target in part.targets]
+                values += drawn
+            targets = []
+            for numbers in dealt:
+                targets.append([target for each in numbers for _, target in parts[each].targets])
+            ranks.fill(targets, values)
+        problem = None if fault is None else f"{type(fault).__name__}: {fault}"
+        answers = ranks.all_gather((problem, unset))
+        if fault is not None:
+            raise fault
+        for rank, (other, _) in answers.items():
+            if other is not None:
+                raise ConfigError(f"rank {rank} failed to draw initial weights: {other}")
+        return sorted(chain.from_iterable(names for _, names in answers.values()))
+
+    def draw(self, part: Part, seed: int) -> list[Tensor]:
+        """Return the values of the targets of ``part``, on CPU."""
+        storage: dict[int, Tensor] = {}
+        for _, held, key, on_meta in part.places:
+            # The places of a tied parameter get the same storage.
+            if id(on_meta) not in storage:
+                storage[id(on_meta)] = _without_values(on_meta)
+            held[key] = storage[id(on_meta)]
+        try:
+            # Values are drawn on CPU, so only the CPU generator is seeded and restored.
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                for name, module in part.modules:
+                    self._initialize(module, name, seed)
+            return [held[key].detach() for (_, held, key, _), _ in part.targets]
+        finally:
+            # Back to meta, so that only the values that are sent next have storage.
+            for _, held, key, on_meta in part.places:
+                held[key] = on_meta
+
+    def _modules_of_parts(self, given: set[str]) -> Iterator[list[tuple[str, nn.Module]]]:
+        """Yield (name, module) of each part: of the model without its blocks, then of the blocks.
+
+        Parts with tied parameters are one part.
         """
         loaded: set[int] = set()
         # The base of a model with adapters is large and loaded, and adapters are in every block, so
@@ -108,52 +212,59 @@ class InitialWeights:
             for module in adapters.initialized_modules(self.blueprint, given):
                 loaded.update(map(id, module.modules()))
         blocks = {name: self.blueprint.get_submodule(name) for name in self.blocks}
-        in_blocks = chain.from_iterable(block.modules() for block in blocks.values())
-        yield list(_in_post_order(self.blueprint, "", loaded.union(map(id, in_blocks))))
+        in_blocks = loaded.union(
+            map(id, chain.from_iterable(block.modules() for block in blocks.values()))
+        )
+        yield from _with_ties(self._split("", self.blueprint, in_blocks))
         for name, block in blocks.items():
-            yield list(_in_post_order(block, name, loaded))
+            yield from _with_ties(self._split(name, block, loaded))
 
-    def _write_unit(
-        self,
-        modules: Sequence[tuple[str, nn.Module]],
-        here: Mapping[str, Tensor],
-        written: set[int],
-        seed: int,
-    ) -> list[str]:
-        """Draw the values of ``modules`` and copy local shards that are not ``written`` yet.
+    def _split(
+        self, name: str, module: nn.Module, skipped: set[int]
+    ) -> Iterator[list[tuple[str, nn.Module]]]:
+        """Yield the modules of each part in ``module``, without modules in ``skipped`` (ids)."""
+        children = {
+            join_names(name, key): child
+            for key, child in module.named_children()
+            if id(child) not in skipped
+        }
+        if not children or self._writes(name, module, skipped):
+            yield list(_in_post_order(module, name, skipped))
+            return
+        for child_name, child in children.items():
+            yield from self._split(child_name, child, skipped)
 
-        Adds the copied tensors to ``written``. Returns the FQNs that no initializer set.
+    def _writes(self, name: str, module: nn.Module, skipped: set[int]) -> bool:
+        """Return True if ``module`` holds tensors, or its initializer writes to modules below it.
+
+        The initializer runs on meta tensors, which have no values.
         """
-        places = list(_places_on_meta(modules))
-        # Skip the drawing of a unit with only loaded values.
-        if all(id(here.get(fqn)) in written for fqn, *_ in places):
-            return []
-        storage: dict[int, Tensor] = {}
-        for _, held, key, on_meta in places:
-            # The places of a tied parameter get the same storage.
-            if id(on_meta) not in storage:
-                storage[id(on_meta)] = _without_values(on_meta)
-            held[key] = storage[id(on_meta)]
-        # Values are drawn on CPU, so only the CPU generator is seeded and restored.
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for name, module in modules:
-                self._initialize(module, name, seed)
-        unset = []
-        for fqn, held, key, on_meta in places:
-            value = held[key]
-            # Back to meta, so that only one unit has storage at a time.
-            held[key] = on_meta
-            tensor = here.get(fqn)
-            # The transforms may have removed a buffer from the model.
-            if tensor is None or id(tensor) in written:
-                continue
-            if is_unset(value):
-                unset.append(fqn)
-            written.add(id(tensor))
-            copy_part(tensor, value)
-        return unset
+        below = list(_places_on_meta(list(_in_post_order(module, name, skipped))))
+        if any(held is module._parameters or held is module._buffers for _, held, _, _ in below):
+            return True
+        ids = {id(on_meta) for *_, on_meta in below}
+        is_complete = all(id(each) in ids or not each.is_meta for each in module.parameters())
+        writes = _Writes()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), writes:
+                self._initialize(module, name, seed=0, is_complete=is_complete)
+        # It may read values, or refuse meta tensors.
+        except Exception:
+            writes.found = True
+        for _, held, key, on_meta in below:
+            if held[key] is not on_meta:
+                held[key] = on_meta
+                writes.found = True
+        return writes.found
 
-    def _initialize(self, module: nn.Module, name: str, seed: int) -> None:
+    def _initialize(
+        self, module: nn.Module, name: str, seed: int, is_complete: bool | None = None
+    ) -> None:
+        """Run the initializers of ``module``.
+
+        ``is_complete`` is True if the parameters below ``module`` belong to its part; None: if none
+        of them is on meta.
+        """
         digest = hashlib.sha256(f"{seed}/{fqn_of(name)}".encode()).digest()
 
         # Seeded for each call: a module's values do not depend on draws of other modules.
@@ -165,14 +276,15 @@ class InitialWeights:
         has_values = False
         library = self._library_initializer(name)
         if library is not None:
-            # Hugging Face's initializers may write below a module. Modules of other units are on
+            # Hugging Face's initializers may write below a module. Modules of other parts are on
             # meta, where a write has no effect.
             run(library, module)
             # Classes without a rule in the library still get their own initializer.
             has_values = all(_has_values(value) for _, value in direct_parameters(module))
-        # The initializer of a module would write to modules of other units below it. If the module
+        # The initializer of a module would write to modules of other parts below it. If the module
         # owns parameters directly, it must run nevertheless: nothing else sets them.
-        is_complete = not any(parameter.is_meta for parameter in module.parameters())
+        if is_complete is None:
+            is_complete = not any(parameter.is_meta for parameter in module.parameters())
         reset = initializer_of(module)
         if not has_values and (is_complete or owns_itself(module)):
             if self.init is not None:
@@ -181,7 +293,12 @@ class InitialWeights:
                 run(reset)
         # A layer with adapters sets them last, and overwrites the values of its children.
         try:
-            run(adapters.reset_adapter, module, self.blueprint)
+            run(
+                adapters.reset_adapter,
+                module,
+                self.blueprint,
+                lambda key: fqn_of(join_names(name, key)) in self._given,
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -198,6 +315,44 @@ class InitialWeights:
             if callable(found):
                 return found
             name = name.rpartition(".")[0]
+
+
+class _Writes(TorchDispatchMode):
+    """Notes if an operator changes a tensor."""
+
+    found = False
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.found = self.found or function._schema.is_mutable
+        return function(*args, **(kwargs or {}))
+
+
+def _with_ties(
+    parts: Iterable[list[tuple[str, nn.Module]]],
+) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield ``parts`` in their order, with those that share a tensor as one part."""
+    merged: list[list[tuple[str, nn.Module]]] = []
+    # Tensor id -> index of its part
+    holders: dict[int, int] = {}
+    for part in parts:
+        ids = {id(on_meta) for *_, on_meta in _places_on_meta(part)}
+        sharing = sorted({holders[each] for each in ids if each in holders})
+        index = sharing[0] if sharing else len(merged)
+        if not sharing:
+            merged.append([])
+        for other in sharing[1:]:
+            merged[index] += merged[other]
+            merged[other] = []
+            holders |= {each: index for each, held in holders.items() if held == other}
+        merged[index] += part
+        holders |= dict.fromkeys(ids, index)
+    yield from filter(None, merged)
 
 
 def _in_post_order(
@@ -267,8 +422,11 @@ def is_unset(value: Tensor) -> bool:
 
     `_without_values` defines the unset values.
     """
-    if value.is_floating_point() or value.is_complex():
+    if value.is_complex():
         return bool(value.isnan().any())
+    # The minimum is NaN if one value is, and takes no memory.
+    if value.is_floating_point():
+        return bool(value.numel()) and bool(value.min().isnan())
     # A bool has no spare value to mark it as unset.
     if value.dtype == torch.bool or value.numel() == 0:
         return False

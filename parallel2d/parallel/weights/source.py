@@ -121,7 +121,8 @@ class WeightSource:
             # Weights that are loaded into the allocated model are not drawn.
             given = self._given(model)
             if self._initial is not None:
-                self._initial.write(model, self._seed or 0, mesh.device_type, given=given)
+                seed = self._seed or 0
+                self._initial.write(model, seed, mesh.device_type, given=given, mesh=mesh)
                 return
             loaded = {id(each) for name, each in here.items() if name in given}
             here = {name: each for name, each in here.items() if id(each) not in loaded}

@@ -290,9 +290,12 @@ class InMemoryCheckpoints:
         kind = "rank" if splits or state.of_replica else "place"
         manifest, fault = state.manifest, None
         try:
-            tensors, blocks = pack(local_parts(state.shared | state.of_replica | state.own))
+            parts = list(local_parts(state.shared | state.of_replica | state.own))
+            tensors, blocks = pack(parts)
             manifest = dataclasses.replace(manifest, tensors=tensors)
-            self._staged = self._staging.take(blocks)
+            lasting = _changed_by_updates(state)
+            ids = {id(part.values) for part in parts if part.name in lasting}
+            self._staged = self._staging.start(blocks, ids)
             if not self._whole:
                 self._check_room(splits)
         except Exception as error:  # `_finish_copy` reports it to all ranks, and training continues
@@ -309,6 +312,7 @@ class InMemoryCheckpoints:
         def write() -> None:
             if fault is not None:
                 raise fault
+            self._staging.wait()
             self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
 
         # An exception means that a rank has ended, which the loop finds out as well. The copies of
@@ -321,6 +325,11 @@ class InMemoryCheckpoints:
             for start in Path(self._folder).glob("*"):
                 if start.name != self._start:
                     shutil.rmtree(start, ignore_errors=True)
+
+    def before_update(self) -> None:
+        """Make the next update wait until the last state is staged. The optimizers of a
+        `Checkpointer` call it before each step."""
+        self._staging.before_update()
 
     def _write(self, of: str, manifest: Manifest, state: Tensor) -> None:
         """Write ``state`` as a copy that belongs to ``of``, a rank or a position."""
@@ -394,13 +403,24 @@ class InMemoryCheckpoints:
         return self.on
 
     def _remove(self) -> None:
-        self._staging, self._staged = Staging(), _NOTHING
+        self._staging.close()
+        self._staged = _NOTHING
         self._group.all_gather(None)  # wait until no rank writes any more
         if self._group.is_first:
             forget_in_memory_checkpoints(self.run_dir)
         shutil.rmtree(self._folder, ignore_errors=True)
         if MEMORY_DIR not in os.environ:
             private_folders.remove(self._root)
+
+
+def _changed_by_updates(state: SavedState) -> set[str]:
+    """Return the names of the tensors that nothing but an update changes."""
+    # With sync=diloco an exchange that has begun earlier may change the outer parameters.
+    if any(name.startswith("sync/") for name in state.shared):
+        return set()
+    buffers = {f"model/{name}" for name in state.manifest.buffers}
+    kinds = ("model/", "optimizer/", "ema/")
+    return {name for name in state.shared if name.startswith(kinds)} - buffers
 
 
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:

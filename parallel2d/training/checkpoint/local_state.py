@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel2d.base.device import synchronize
+from parallel2d.base.device import (
+    current_stream,
+    free_host_buffer,
+    host_buffer,
+    new_copy_stream,
+    on_stream,
+)
 from parallel2d.base.files.folder import Progress
 from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointError, encode_header
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
@@ -65,28 +71,94 @@ def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTens
 
 
 class Staging:
-    """A CPU buffer for a packed file, allocated once; pinned if the tensors are on a GPU."""
+    """A CPU buffer for a packed file, allocated once, and the copies into it.
+
+    [Note: copies next to training] The copies of tensors on a device run on a separate stream. The
+    host waits for them only in `wait`, which a thread may call. Tensors that nothing but the
+    optimizer changes are still read while the next forward and backward run: `before_update` makes
+    the optimizer wait. The current stream waits at once for the copies of all other tensors.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._locked_for = "cpu"  # the kind of device that the pages of the buffer are locked for
+        self._stream: torch.Stream | None = None
+        self._copied: list[Tensor] = []  # sources of copies that the host has not waited for
+        self._is_read = False  # True if the next update must wait for the copies
 
     @torch.no_grad()
-    def take(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Copy the blocks into the buffer, one after the other."""
+    def start(self, blocks: Sequence[Tensor], until_update: Collection[int] = ()) -> Tensor:
+        """Begin to copy the blocks into the buffer, one after the other. Returns their bytes, which
+        are complete after `wait`.
+
+        Args:
+            blocks: the tensors, of which those on a device are on one kind of device.
+            until_update: ids of the blocks that only the optimizer changes.
+        """
         sizes = [block.nbytes for block in blocks]
-        types = {block.device.type for block in blocks} - {"cpu"}
-        on_device = bool(types)
+        device_type = next(
+            (each.device.type for each in blocks if each.device.type != "cpu"), "cpu"
+        )
         total = sum(sizes)
-        if self._buffer.numel() < total:
-            self._buffer = torch.empty(total + _ROOM, dtype=torch.uint8, pin_memory=on_device)
+        if self._buffer.numel() < total or self._locked_for != device_type:
+            self.close()
+            self._buffer = host_buffer(total + _ROOM, device_type)
+            self._locked_for = device_type
         staged = self._buffer[:total]
+        # (block, its bytes), by the time at which the block may change
+        now: list[tuple[Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
         for block, piece in zip(blocks, staged.split(sizes), strict=True):
-            # `copy_` makes a block contiguous, so that no second copy of all blocks exists.
-            piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=on_device)
-        # Copies into pinned memory are asynchronous, and training soon changes the values.
-        for device_type in types:
-            synchronize(device_type)
+            (later if id(block) in until_update else now).append((block, piece))
+        if device_type == "cpu":
+            _copy([*now, *later])
+            return staged
+        self._stream = self._stream or new_copy_stream(device_type)
+        training = current_stream(device_type)
+        self._stream.wait_stream(training)
+        # The sources must not be freed before the copies end.
+        self._copied = list(blocks)
+        with on_stream(device_type, self._stream):
+            _copy(now)
+        if now:
+            training.wait_stream(self._stream)
+        with on_stream(device_type, self._stream):
+            _copy(later)
+        self._is_read = bool(later)
         return staged
+
+    def before_update(self) -> None:
+        """Make the current stream wait for the copies of the tensors that it changes next."""
+        if self._is_read and self._stream is not None:
+            current_stream(self._locked_for).wait_stream(self._stream)
+        self._is_read = False
+
+    def wait(self) -> None:
+        """Wait on the host until the copies are complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._copied = []
+
+    def take(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Copy the blocks, and wait for the copies."""
+        staged = self.start(blocks, set(map(id, blocks)))
+        self.wait()
+        self._is_read = False
+        return staged
+
+    def close(self) -> None:
+        """Free the buffer."""
+        if self._buffer.numel():
+            self.wait()
+            free_host_buffer(self._buffer, self._locked_for)
+        self._buffer, self._locked_for = torch.empty(0, dtype=torch.uint8), "cpu"
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each block into its bytes."""
+    for block, piece in pairs:
+        # `copy_` makes a block contiguous, so that no second copy of all blocks exists.
+        piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=True)
 
 
 def as_bytes(data: bytes) -> Tensor:

@@ -14,9 +14,10 @@ import json
 import math
 import operator
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Keys that are stored without conversion, and keys with an object as their value.
 PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
+# Dicts that a manifest keeps, and the keys that mark them in JSON. A namedtuple or a defaultdict
+# has more than its items, so it is refused.
+_DICTS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
+_MARKED = {mark: kind for kind, mark in _DICTS.items()}
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
@@ -362,29 +367,32 @@ def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
 def to_json(value: Any, place: str) -> Any:
     """Return a copy of ``value`` that JSON can store and `from_json` can restore.
 
-    Accepts None, booleans, numbers, strings, lists, tuples and dicts. Raises `ConfigError` for any
-    other value, with its ``place``, a path of keys.
+    Accepts None, booleans, numbers, strings, lists, tuples and dicts, also `Counter` and
+    `OrderedDict`; numpy's floats become Python's. Raises `ConfigError` for any other value, with
+    its ``place``, a path of keys.
     """
+    kind = type(value)
     match value:
+        case Enum():  # also one that is a number or a string
+            pass
         case float() if not math.isfinite(value):
-            return {"$float": str(value)}
+            return {"$float": str(float(value))}
         case None | bool() | int() | float() | str():
             return value
-        case list():
+        case list() if kind is list:
             return [to_json(item, f"{place}[{index}]") for index, item in enumerate(value)]
-        case tuple():
+        case tuple() if kind is tuple:
             return {"$tuple": to_json(list(value), place)}
-        case dict():
+        case dict() if kind in _DICTS:
             pairs = [[key, to_json(item, f"{place}.{key}")] for key, item in value.items()]
-            if isinstance(value, Counter):
-                return {"$counter": [[to_json(key, place), item] for key, item in pairs]}
             # A key of the caller such as $tuple must not be read as one of ours.
-            if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
+            if kind is dict and is_plain:
                 return dict(pairs)
-            return {"$dict": [[to_json(key, place), item] for key, item in pairs]}
+            return {_DICTS[kind]: [[to_json(key, place), item] for key, item in pairs]}
     raise ConfigError(
-        f"{place} is a {type(value).__name__}: a checkpoint keeps numbers, strings, lists, tuples "
-        "and dicts"
+        f"{place} is a {kind.__name__}: a checkpoint keeps numbers, strings, lists, tuples and "
+        "dicts"
     )
 
 
@@ -399,10 +407,10 @@ def from_json(value: Any) -> Any:
                 return float(text)
             case {"$tuple": list(items)}:
                 return tuple(map(from_json, items))
-            case {"$counter": list(items)}:
-                return Counter({from_json(key): from_json(item) for key, item in items})
-            case {"$dict": list(items)}:
-                return {from_json(key): from_json(item) for key, item in items}
+            case dict() if marks := _MARKED.keys() & value:
+                (mark,) = marks
+                items = [(from_json(key), from_json(item)) for key, item in value[mark]]
+                return _MARKED[mark](dict(items))
             case dict():
                 return {key: from_json(item) for key, item in value.items()}
     except (TypeError, ValueError) as error:

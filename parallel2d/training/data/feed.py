@@ -68,6 +68,11 @@ class BatchPlan:
         self.pads = allow_padding
         self._data_rank, self._data_ranks = data_rank, data_ranks
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """The data rank, and the number of data ranks."""
+        return self._data_rank, self._data_ranks
+
     def positions(self, first: int) -> list[list[Position]]:
         """Return ``micro_batch_size`` positions for each of this rank's micro-batches, in the
         global batch that starts at position ``first``.
@@ -146,7 +151,7 @@ class BatchFeed:
                 f"{len(stream)} samples; data.end=drop omits an incomplete global batch, "
                 "pad or wrap would not"
             )
-        self._stream, self._plan, self._device = stream, plan, torch.device(device)
+        self._stream, self._device = stream, torch.device(device)
         initializer = None
         if self._device.type != "cpu":
             if self._device.index is None:
@@ -164,7 +169,7 @@ class BatchFeed:
         for step in self._steps:
             step.cancel()
         self._steps.clear()
-        self._plan, self._position = plan, start
+        self.plan, self._position = plan, start
         for _ in range(self._ahead):
             self._read_ahead()
 
@@ -195,12 +200,12 @@ class BatchFeed:
 
     def _read_ahead(self) -> None:
         self._steps.append(self._reader.submit(self._read, self._position))
-        self._position += self._plan.global_batch_size
+        self._position += self.plan.global_batch_size
 
     def _read(self, position: int) -> StepBatch:
-        if self._stream.ends_before(position, self._plan.global_batch_size):
+        if self._stream.ends_before(position, self.plan.global_batch_size):
             raise EndOfData(f"the data ends before position {position}")
-        batches = [self._stream.read(positions) for positions in self._plan.positions(position)]
+        batches = [self._stream.read(positions) for positions in self.plan.positions(position)]
         if self._device.type != "cpu":
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(
@@ -208,5 +213,5 @@ class BatchFeed:
             valid_tokens=sum(batch.valid_tokens for batch in batches),
             sample_hash=sum(batch.hash for batch in batches),
             waited_s=0.0,
-            position=position + self._plan.global_batch_size,
+            position=position + self.plan.global_batch_size,
         )

@@ -31,6 +31,7 @@ from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data import reading
 from parallel2d.training.data import token_shards as store
+from parallel2d.training.data.chat import ChatTemplate
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
         "read": cut,
         "version": store.VERSION,
     }
+    if config.name == "chat":
+        options["chat"] = ChatTemplate(config).fingerprint
     return hashlib.sha256(json.dumps([identity, options], sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -306,10 +309,13 @@ def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[st
     """Yield the ids of each document with its end, and a mask unless all ids may be targets."""
     texts: list[str] = []
     for document in batch:
-        texts += [text for text, _ in document.parts]
+        texts += [] if document.joined else [text for text, _ in document.parts]
     ids = iter(tokenizer.encode(texts))
     end = np.array([tokenizer.end_id], dtype=np.uint32)
     for document in batch:
+        if document.joined:
+            yield tokenizer.encode_marked(document.parts)
+            continue
         parts = [*itertools.islice(ids, len(document.parts)), end]
         flags = [target for _, target in document.parts]
         mask = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
@@ -28,6 +29,7 @@ from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import inside, printable, walk
 from parallel2d.training.data import data_set_folder, tables
+from parallel2d.training.data.chat import ChatTemplate, without_nulls
 
 # Size of a unit of files and of a data set; constants, because shards are made per unit
 UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
@@ -53,6 +55,7 @@ _FREE_BYTES, _MOST_EXPANSION = 4 << 20, 100
 # Pieces of a file, each with the number of lines that it spans
 _Pieces = Iterator[tuple[Any, int]]
 BadRows = Callable[[str, int, str], None]
+_RowReader = Callable[[Any], "list[Document]"]
 
 
 class SourceFile(NamedTuple):
@@ -78,6 +81,7 @@ class Document:
 
     utf8: bytes
     parts: list[tuple[str, bool]]
+    joined: bool = False  # tokens may span parts, and the text contains its end
 
 
 class _BadRowError(ValueError):
@@ -105,7 +109,12 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
             files = _standard_library()
         elif config.name != "hf":
             files = find_files(str(config.path))
-        return plan_units(files), files_identity(files)
+        units = plan_units(files)
+        for unit in units:
+            if config.name == "chat" and unit.kind == "text":
+                shown = printable(unit.files[0].name, 300)
+                raise ConfigError(f"data=chat reads .jsonl and .parquet, and {shown} is neither")
+        return units, files_identity(files)
     except OSError as error:
         where = printable(error.filename or config.path, 300)
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
@@ -261,12 +270,13 @@ def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Docum
     extra.
     """
     pieces, document_of = _FORMATS[unit.kind]
+    of_row = _row_reader(config)
     for file in unit.files:
         line = 1
         try:
             for piece, lines in pieces(file.path, unit, config):
                 try:
-                    yield from document_of(piece, config.text_field)
+                    yield from document_of(piece, of_row)
                 except _BadRowError as error:
                     report(file.name, line + error.line, str(error))
                 line += lines
@@ -333,7 +343,7 @@ def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
 # `_BadRowError` otherwise
 
 
-def _text_document(piece: bytes, _: str) -> list[Document]:
+def _text_document(piece: bytes, _: _RowReader) -> list[Document]:
     zero = piece.find(b"\0")  # valid UTF-8, but not part of any text
     try:
         text = piece.decode("utf-8")
@@ -345,7 +355,7 @@ def _text_document(piece: bytes, _: str) -> list[Document]:
     return [Document(piece, [(text, True)])]
 
 
-def _line_document(line: bytes, text_field: str) -> list[Document]:
+def _line_document(line: bytes, of_row: _RowReader) -> list[Document]:
     if len(line) > ROW_BYTES:
         raise _BadRowError(f"the line is longer than {ROW_BYTES} bytes")
     if not line.strip():
@@ -356,14 +366,33 @@ def _line_document(line: bytes, text_field: str) -> list[Document]:
         raise _BadRowError(f"not UTF-8: {error.reason}") from None
     except (ValueError, RecursionError) as error:
         raise _BadRowError(f"not JSON: {error}") from None
-    return _row_document(row, text_field)
+    return of_row(row)
+
+
+def _table_document(row: Any, of_row: _RowReader) -> list[Document]:
+    if row is tables.TOO_LONG:
+        raise _BadRowError(f"the row is longer than {ROW_BYTES} bytes")
+    return of_row(row)
+
+
+def _row_reader(config: DataConfig) -> _RowReader:
+    if config.name != "chat":
+        return functools.partial(_row_document, text_field=config.text_field)
+    template = ChatTemplate(config)
+
+    def read(row: Any) -> list[Document]:
+        try:
+            parts = template.parts(row)
+            return [Document("".join(text for text, _ in parts).encode(), parts, joined=True)]
+        except ValueError as error:
+            raise _BadRowError(str(error)) from None
+
+    return read
 
 
 def _row_document(row: Any, text_field: str) -> list[Document]:
     """Parse one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt`` and
     ``completion``, with only the completion as target; or the text field."""
-    if row is tables.TOO_LONG:
-        raise _BadRowError(f"the row is longer than {ROW_BYTES} bytes")
     match row:
         case {"segments": segments} if segments is not None:
             try:
@@ -505,7 +534,7 @@ def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
     groups = list(range(unit.start, unit.stop))
     held = sum(tables.stored_bytes(table.metadata.row_group(group)) for group in groups)
     names = table.schema_arrow.names
-    columns = _columns(names, config.text_field)
+    columns = _columns(names, config)
     # As dictionaries, because a value that thousands of rows share is then in memory once.
     table = tables.open_parquet(path, tables.strings_in(table))
     batches = table.iter_batches(tables.BATCH_ROWS, groups, columns, use_threads=False)
@@ -532,27 +561,32 @@ def _table_pieces(
     batches: Iterable[Any], names: list[str], config: DataConfig, held: int
 ) -> _Pieces:
     """The rows of Arrow batches, which are made from ``held`` bytes of a file."""
-    columns = _columns(names, config.text_field)
+    columns = _columns(names, config)
     if not columns:
         yield dict.fromkeys(names), 1  # for the message
         return
     selected = (batch.select(columns) for batch in batches)
     most = _FREE_BYTES + _MOST_EXPANSION * held
-    yield from zip(tables.bounded_rows(selected, ROW_BYTES, most), itertools.repeat(1))
+    for row in tables.bounded_rows(selected, ROW_BYTES, most):
+        yield without_nulls(row) if config.name == "chat" else row, 1
 
 
-def _columns(names: list[str], text_field: str) -> list[str]:
+def _columns(names: list[str], config: DataConfig) -> list[str]:
     """Select the columns for documents."""
-    wanted = (text_field, "prompt", "completion", "segments")
+    wanted = [config.text_field, "prompt", "completion", "segments"]
+    if config.name == "chat":
+        wanted = ["messages", "tools"]
     return [name for name in names if name in wanted]
 
 
 # Kind of unit -> a function that reads its files in pieces, and a function that parses a piece
-_Format = tuple[Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, str], list[Document]]]
+_Format = tuple[
+    Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, _RowReader], list[Document]]
+]
 _FORMATS: dict[str, _Format] = {
     "text": (_text_pieces, _text_document),
     "rows": (_row_pieces, _line_document),
-    "parquet": (_parquet_pieces, _row_document),
-    "arrow": (_arrow_pieces, _row_document),
-    "hf": (_data_set_pieces, _row_document),
+    "parquet": (_parquet_pieces, _table_document),
+    "arrow": (_arrow_pieces, _table_document),
+    "hf": (_data_set_pieces, _table_document),
 }

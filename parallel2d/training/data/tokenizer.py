@@ -41,6 +41,15 @@ class Tokenizer:
         """Return one 1-D array of unsigned ids per text, without the end-of-document id."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
+    def encode_marked(
+        self, parts: Sequence[tuple[str, bool]]
+    ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """Return the ids of the joined parts, and uint8 per id: 1 if its text overlaps a part that
+        is marked. The end-of-document id is not added."""
+        ids = self.encode([text for text, _ in parts])
+        flags = np.array([flag for _, flag in parts], np.uint8)
+        return np.concatenate(ids), np.repeat(flags, [len(each) for each in ids])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``; ids without text are omitted. Bytes that are not UTF-8 become
         the replacement character."""
@@ -63,10 +72,12 @@ class LibraryTokenizer(Tokenizer):
                 "'parallel2d[data]'; data.tokenizer=bytes needs nothing"
             ) from None
         file = Path(path).expanduser()
+        if file.is_dir():
+            file /= "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
-                f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json; there is "
-                "no file"
+                f"data.tokenizer={path} must be 'bytes' or the path of a tokenizer.json or of its "
+                "folder; there is no file"
             )
         size = file.stat().st_size
         if size > _LARGEST:
@@ -95,6 +106,20 @@ class LibraryTokenizer(Tokenizer):
         except BaseException as error:
             raise _as_config_error(error, f"data.tokenizer={self.name} cannot encode") from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def encode_marked(
+        self, parts: Sequence[tuple[str, bool]]
+    ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        text = "".join(part for part, _ in parts)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            raise _as_config_error(error, f"data.tokenizer={self.name} cannot encode") from None
+        # Sums of the flags before each character: a difference counts marked characters.
+        marked = np.repeat([int(flag) for _, flag in parts], [len(part) for part, _ in parts])
+        before = np.concatenate([[0], np.cumsum(marked)])
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        return np.array(encoding.ids, np.uint32), (before[ends] > before[begins]).astype(np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, with special tokens as text."""

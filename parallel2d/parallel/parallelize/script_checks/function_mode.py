@@ -33,7 +33,7 @@ _WHOLE = (
 )
 _UNSUPPORTED = re.compile(
     "sharding strategy registered|require placement changes|without redistribution|"
-    "Cannot unflatten unevenly|not supported with DTensor"
+    "Cannot (un)?flatten unevenly|not supported with DTensor"
 )
 _NO_SUBCLASSES = "is not supported for tensor subclasses"
 # Matches torch's errors about operations that `DTensor` does not support
@@ -58,6 +58,8 @@ _RANDOM = (
     *("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_"),
     *("geometric_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
 )
+# Types of an index that selects a view
+_VIEWING = (int, slice, type(None), type(...))
 _ASSIGNING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__")
 
 
@@ -89,7 +91,7 @@ class ScriptMode(TorchFunctionMode):
                 _check_read(func, name, args)
             for written in _written(name, args, kwargs):
                 if isinstance(written, DTensor):
-                    _check_written(name, written)
+                    _check_written(name, written, args)
             result = func(*args, **kwargs)
             if func in _SHARING and isinstance(args[0], DTensor) and _is_copied(args[0]):
                 setattr(result, _COPIED, True)
@@ -216,13 +218,23 @@ def _is_copied(tensor: DTensor) -> bool:
     return is_copied_view(tensor) or hasattr(tensor, _COPIED)
 
 
-def _check_written(name: str, written: DTensor) -> None:
-    if _is_copied(written):
+def _check_written(name: str, written: DTensor, args: tuple[Any, ...]) -> None:
+    if _is_copied(written) or (name == "__setitem__" and _assigns_to_copy(written, args[1])):
         raise RuntimeError(f"{name}() writes to rows or columns of a DTensor: {_WHOLE}")
     if name in _RANDOM and any(map(Placement.is_shard, written.placements)):
         raise RuntimeError(
             f"{name}() would draw the same values for all shards of a DTensor: {_WHOLE}"
         )
+
+
+def _assigns_to_copy(tensor: DTensor, index: Any) -> bool:
+    """True if ``tensor[index] = number`` writes to a copied view, which torch does not report."""
+    indices = index if isinstance(index, tuple) else (index,)
+    # Other indices do not select a view.
+    if not all(isinstance(each, _VIEWING) for each in indices):
+        return False
+    view: Any = tensor.detach()[index]
+    return is_copied_view(view)
 
 
 class _Thread(threading.local):

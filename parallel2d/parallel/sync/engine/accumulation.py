@@ -86,6 +86,14 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         _set_up(model, "full", last=True)
 
 
+def reduce_zeros(model: nn.Module, reductions: int) -> None:
+    """Receive the mean gradients of a global batch of which this replica computes nothing.
+    ``reductions``: number of reductions over the replicas."""
+    for _ in range(reductions):
+        for engine in engines_in(model):
+            engine.finish_without_backward()
+
+
 def discard_accumulated(model: nn.Module) -> None:
     """Drop the state of an interrupted forward or backward.
 

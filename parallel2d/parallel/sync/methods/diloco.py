@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.base.replicas import ReplicaLost, arrive
+from parallel2d.base.replicas import ReplicaLost, finished_everywhere
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.sync.formats import (
     ERROR_FEEDBACK_DECAY,
@@ -248,7 +248,7 @@ class OuterSync(UpdateFollower):
         """Wait for the mean of ``fragment`` over the live replicas, if it is in flight."""
         if fragment.pending is None:
             return
-        while not arrive(fragment.pending.finish):
+        while not finished_everywhere(fragment.pending.finish):
             self._begin(fragment)
         fragment.pending, fragment.changes = None, []
 

@@ -174,7 +174,7 @@ class SyncMethod:
         self.config = config
         # The format of ``sync.wire``; None for ``auto``.
         self.named_format = FORMATS.get(config.wire)
-        self.bucket_bytes = int(config.bucket_mib * 2**20)
+        self.bucket_bytes = config.bucket_bytes
 
     def format_for(self, dtype: torch.dtype) -> CommunicationFormat:
         """Return the communication format, if the shard axis sends ``dtype``."""

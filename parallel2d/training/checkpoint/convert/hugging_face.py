@@ -291,6 +291,8 @@ def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
     if not isinstance(file, str) or file == "bytes":
         return
     file = os.path.realpath(os.path.expanduser(file))
+    if os.path.isdir(file):
+        file = os.path.join(file, "tokenizer.json")
     # A checkpoint may name any file, so only a valid tokenizer is copied.
     what = f"the run's data.tokenizer={printable(file)} is not a tokenizer.json"
     with as_config_error(f"{what} on this machine; give its path with --model tokenizer=FILE"):
@@ -326,7 +328,7 @@ def write_adapter(source: Source, folder: str) -> int:
         settings.save_pretrained(folder)
     names = {}
     for name in source.tensors:
-        saved = adapters.saved_name(name.removeprefix("model/"), adapter)
+        saved = adapters.saved_name(name.removeprefix("model/"), adapter, settings.bias)
         if saved is not None:
             names[name] = saved
     if not names:

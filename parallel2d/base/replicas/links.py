@@ -1,0 +1,223 @@
+"""Collectives across replicas, which end once a replica is lost: `Links`, `Hierarchy`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d.base.replicas.communicators import Collective, Communicator, Gloo, connected_gloo
+from parallel2d.base.replicas.events import Events, post
+
+# Seconds between two polls of a collective; the interval grows from the first to the second value.
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.001
+
+
+class Link:
+    """A communicator across replicas, which connects again in each quorum.
+
+    Args:
+        key: name in the store; equal on its ranks, different from other links.
+        communicator: the communicator of its ranks.
+        timeout: time limit of a collective.
+    """
+
+    def __init__(self, key: str, communicator: Communicator, timeout: timedelta) -> None:
+        self.key, self.communicator, self.timeout = key, communicator, timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.communicator.set_timeout(timeout)
+
+
+class Links:
+    """All links of this rank. Their collectives belong to the current quorum.
+
+    Args:
+        store: the store of the job.
+        events: the events in ``store``.
+
+    Attributes:
+        epoch: number of the current quorum; -1 before the first.
+        may_fail: False while a lost rank is an error of all ranks.
+    """
+
+    def __init__(self, store: Any, events: Events) -> None:
+        self._store, self._events = store, events
+        self.epoch, self.may_fail = -1, False
+        self._links: list[Link] = []
+        # Collectives whose tensors may still be written to
+        self._abandoned: list[Collective] = []
+        self._lost = threading.Event()
+
+    @property
+    def lost(self) -> bool:
+        """True once the current quorum has lost a replica."""
+        return self._lost.is_set()
+
+    def add(self, link: Link) -> None:
+        self._links.append(link)
+
+    def give_up(self) -> None:
+        """End all collectives of the current quorum without a result."""
+        self._lost.set()
+
+    def enter(self, epoch: int) -> None:
+        """Accept collectives of quorum ``epoch`` from now on."""
+        self.epoch = epoch
+        self._lost.clear()
+
+    def is_over(self, epoch: int) -> bool:
+        """True if quorum ``epoch`` has lost a replica. A thread next to the training loop may ask
+        for an earlier quorum."""
+        return self._lost.is_set() or self.epoch != epoch
+
+    def fail(self, epoch: int) -> None:
+        """Announce to all ranks that quorum ``epoch`` has ended."""
+        if not self.is_over(epoch):
+            self.give_up()
+            post(self._store, "break", epoch, self._events.count)
+
+    # Collectives
+
+    def begin(self, link: Link, epoch: int, name: str, *arguments: Any) -> Collective | None:
+        """Start the collective ``name`` of quorum ``epoch``; None if this has lost a replica."""
+        if not self.may_fail:
+            return link.communicator.start(name, *arguments)
+        if not self.is_over(epoch):
+            try:
+                return link.communicator.start(name, *arguments)
+            except RuntimeError:
+                self.fail(epoch)
+        return None
+
+    def finish(self, collective: Collective | None, epoch: int) -> bool:
+        """Poll ``collective`` until it is done. False if quorum ``epoch`` loses a replica first."""
+        if collective is None:
+            return False
+        if not self.may_fail:
+            collective.wait()
+            return True
+        if not self._poll(collective.is_done, epoch):
+            self._abandoned.append(collective)
+            return False
+        # In this order: an aborted collective is done too.
+        if collective.has_failed():
+            self.fail(epoch)
+            return False
+        return True
+
+    def _poll(self, is_done: Callable[[], bool], epoch: int) -> bool:
+        """Return True once ``is_done()``, and False if quorum ``epoch`` loses a replica first."""
+        pause = _FIRST_POLL_S
+        while not is_done():
+            if self.is_over(epoch):
+                return is_done()
+            # Not `Event.wait`, which polls in longer intervals.
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        return True
+
+    # Connections
+
+    def abort(self) -> None:
+        """End all collectives in flight. Afterwards none of them accesses the memory of a peer."""
+        for link in self._links:
+            link.communicator.abort()
+        for link in self._links:
+            link.communicator.drain()
+        self._abandoned = [each for each in self._abandoned if not each.is_done()]
+
+    def connect(self, connect_one: Callable[[Link], Any]) -> bool:
+        """Connect all links in the current quorum. False if it loses a replica first."""
+        connected = self.in_thread(lambda: list(map(connect_one, self._links)), self.epoch)
+        if connected is None:
+            return False
+        for link, members in zip(self._links, connected, strict=True):
+            link.communicator.use(members)
+        return True
+
+    def in_thread(self, connect: Callable[[], Any], epoch: int) -> Any:
+        """Return the result of ``connect()``, which blocks until other replicas do the same. None
+        if quorum ``epoch`` loses a replica first, or after an exception."""
+        found: list[Any] = []
+        done = threading.Event()
+
+        def run() -> None:
+            with contextlib.suppress(Exception):  # the result is missing then
+                found.append(connect())
+            done.set()
+
+        threading.Thread(target=run, name="replicas connect", daemon=True).start()
+        if not self._poll(done.is_set, epoch) or not found:
+            return None
+        return found[0]
+
+    def pair(
+        self, store: Any, rank: int, timeout: timedelta, epoch: int
+    ) -> Callable[[Tensor], bool]:
+        """Connect two ranks, 0 and 1. Return a function that sends a tensor from rank 0 to rank 1
+        and returns False if quorum ``epoch`` loses a replica first."""
+        gloo = Gloo()
+
+        def connect() -> Any:
+            return connected_gloo(store, rank, 2, timeout)
+
+        connected = self.in_thread(connect, epoch) if self.may_fail else connect()
+        if connected is None:
+            return lambda _: False
+        gloo.use(connected)
+        link = Link("", gloo, timeout)
+
+        def send(tensor: Tensor) -> bool:
+            collective = self.begin(link, epoch, "broadcast", [tensor], dist.BroadcastOptions())
+            return self.finish(collective, epoch)
+
+        return send
+
+
+class Hierarchy:
+    """All-reduces over all live ranks: inside each replica, across the first ranks of the replicas,
+    and back to the other ranks. All ranks of a replica see the same outcome.
+
+    Args:
+        links: the links of this rank.
+        inside: group of the ranks of this replica.
+        across: link of the first ranks of the replicas; None on all other ranks.
+    """
+
+    def __init__(self, links: Links, inside: Any, across: Link | None) -> None:
+        self._links, self._inside, self._across = links, inside, across
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inside.set_timeout(timeout)
+        if self._across is not None:
+            self._across.set_timeout(timeout)
+
+    def reduce(self, tensor: Tensor, operation: Any, epoch: int) -> bool:
+        """Reduce ``tensor`` in place. False, without a result, if a replica was lost."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._inside.allreduce([tensor], options).wait()
+        has_result = torch.ones(1)
+        if self._across is not None:
+            collective = self._links.begin(self._across, epoch, "allreduce", [tensor], options)
+            has_result.fill_(float(self._links.finish(collective, epoch)))
+        for each in (has_result, tensor):
+            self._inside.broadcast([each], dist.BroadcastOptions()).wait()
+        return bool(has_result.item())
+
+    def vote(self, is_well: bool) -> bool:
+        """True if ``is_well`` on all ranks of this replica. Collective over them."""
+        vote = torch.tensor([float(is_well)])
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._inside.allreduce([vote], options).wait()
+        return bool(vote.item())

@@ -1,0 +1,179 @@
+"""Conversations of ``data=chat`` as marked text: `ChatTemplate`.
+
+The template of the tokenizer renders a row. Only the text of the assistant's turns is a target:
+the blocks ``{% generation %}`` of the template, or the differences between its renderings of a
+conversation's beginnings. The template runs in the sandbox of ``transformers``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallel2d.base.config import DataConfig
+from parallel2d.base.errors import ConfigError
+from parallel2d.base.files import printable, read_json
+from parallel2d.training.data.tables import library
+
+_LARGEST = 16 << 20  # bytes of a template, and of the file with its special tokens
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REMEDY = "give data.chat_template a template with {% generation %} around the assistant's text"
+
+Parts = list[tuple[str, bool]]
+
+
+class ChatTemplate:
+    """The template of ``data.chat_template``, else of the folder of ``data.tokenizer``.
+
+    Raises `ConfigError` for a missing or unreadable template.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        where = f"data=chat data.tokenizer={config.tokenizer}"
+        self._library: Any = library("transformers", "hf", where)
+        self._compiler: Any = library("transformers.utils.chat_template_utils", "hf", where)
+        settings: dict[str, Any] = {}
+        source: str | None
+        folder = Path(config.tokenizer).expanduser()
+        folder = folder if folder.is_dir() else folder.parent
+        try:
+            if config.tokenizer != "bytes" and (folder / "tokenizer_config.json").is_file():
+                settings = read_json(str(folder / "tokenizer_config.json"), _LARGEST)
+            if config.chat_template is not None:
+                source = _text_of(Path(config.chat_template).expanduser())
+            elif config.tokenizer != "bytes" and (folder / "chat_template.jinja").is_file():
+                source = _text_of(folder / "chat_template.jinja")
+            else:
+                source = _default_template(settings.get("chat_template"))
+        except (OSError, ValueError) as error:
+            reason = printable(getattr(error, "strerror", None) or error, 300)
+            raise ConfigError(f"{where}: the chat template cannot be read: {reason}") from None
+        if source is None:
+            raise ConfigError(
+                f"{where} has no chat template: name the folder of a model whose tokenizer has one "
+                "(chat_template.jinja), or give data.chat_template=FILE"
+            )
+        self._source = source
+        self._variables = {**_special_tokens(settings), **config.chat_arguments}
+        self._has_marks = bool(_MARKS.search(source))
+        identity = json.dumps([source, self._variables], sort_keys=True, default=str)
+        # Equal exactly if equal rows give equal text and targets
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+
+    def parts(self, row: Any) -> Parts:
+        """Return the text of a row in parts, with True for the assistant's.
+
+        Raises ValueError with the reason for a row that is not a conversation, for one that the
+        template refuses, and where the template hides which text is the assistant's.
+        """
+        messages, tools = _conversation(row)
+        whole, spans = self._render(messages, tools)
+        if not self._has_marks:
+            spans = self._spans_by_prefix(messages, tools, whole)
+        parts: Parts = []
+        at = 0
+        for start, end in spans:
+            parts += [(whole[at:start], False), (whole[start:end], True)]
+            at = end
+        parts = [part for part in [*parts, (whole[at:], False)] if part[0]]
+        if not any(is_target for _, is_target in parts):
+            raise ValueError("the conversation has no text of the assistant")
+        return parts
+
+    def _spans_by_prefix(
+        self, messages: Sequence[Any], tools: Any, whole: str
+    ) -> list[tuple[int, int]]:
+        """Return begin and end of the assistant's turns: a turn begins after the rendering of the
+        messages before it with a generation prompt, and ends with the rendering through it."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:number], tools, prompts=True)
+            through, _ = self._render(messages[: number + 1], tools)
+            if not through.startswith(before) or not whole.startswith(through):
+                raise ValueError(
+                    "the chat template renders the conversation before and through message "
+                    f"{number + 1} differently from its beginning, so that the assistant's text "
+                    f"cannot be told apart: {_REMEDY}"
+                )
+            spans.append((len(before), len(through)))
+        return spans
+
+    def _render(
+        self, messages: Sequence[Any], tools: Any, prompts: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the spans of the template's ``{% generation %}`` blocks."""
+        try:
+            texts, spans = self._compiler.render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self._source,
+                return_assistant_tokens_mask=self._has_marks,
+                add_generation_prompt=prompts,
+                **self._variables,
+            )
+        # The template raises any type: errors of Jinja, and those of operations on the row.
+        except Exception as error:
+            raise ValueError(
+                f"the chat template refuses the row: {printable(error, 200)}"
+            ) from None
+        return texts[0], spans[0] if spans else []
+
+
+def _conversation(row: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Return the messages and the tools of a row. Raises ValueError for another row."""
+    messages = row.get("messages") if isinstance(row, Mapping) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('no field messages with a list of {"role": ..., "content": ...}')
+    plain = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError('messages must be a list of {"role": ..., "content": ...}')
+        # The library removes these too: many templates would render them.
+        plain.append({key: value for key, value in message.items() if value is not None})
+    tools = row.get("tools")
+    if isinstance(tools, str):  # columns of a table have one type, so that files store JSON
+        tools = json.loads(tools)
+    if not isinstance(tools, list | None):
+        raise ValueError("tools must be a list of function descriptions")
+    return plain, tools or None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a row of a table without the keys that only other rows have."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _text_of(file: Path) -> str:
+    with open(file, encoding="utf-8") as opened:
+        text = opened.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"{file.name} has more than {_LARGEST >> 20} MiB")
+    return text
+
+
+def _default_template(given: Any) -> str | None:
+    """Return the template in a ``tokenizer_config.json``: text, or the default of several."""
+    if isinstance(given, list):
+        named = {entry["name"]: entry["template"] for entry in given if "template" in entry}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that a template may name, such as ``bos_token``."""
+    tokens = {}
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if key.endswith("_token") and isinstance(text, str):
+            tokens[key] = text
+    return tokens
