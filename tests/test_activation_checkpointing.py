@@ -1,9 +1,12 @@
 """Activation checkpointing: saved and recomputed operators, with unchanged losses and gradients."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 import training
-from test_parity import check
+from test_parity import BOUNDS, check, compare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d.base.config import (
@@ -18,10 +21,13 @@ from parallel2d.base.config import (
 from parallel2d.base.config.checks import validated
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize import activation_offload
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
+    offload_activations,
     saved_operators,
 )
+from parallel2d.parallel.parallelize.activation_offload import offload_blocks
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 
 AOT = CompileConfig("block", "aot_eager")
@@ -175,6 +181,12 @@ def test_contradictions_are_refused(config, message):
 
 FEED_FORWARD = ActivationCheckpointingConfig("full", blocks=["FeedForward"])
 BUDGET = ActivationCheckpointingConfig("budget", memory_budget=0.3)
+OFFLOADED = {
+    "offload": ActivationCheckpointingConfig("offload"),
+    "every second": ActivationCheckpointingConfig("offload", every=2),
+    "full": ActivationCheckpointingConfig("full", offload=True),
+    "selective": ActivationCheckpointingConfig("selective", offload=True),
+}
 OFTEN = [
     ("hybrid", 2, "block", "full", {}),
     ("hybrid", 1, "block", "selective", {}),
@@ -200,6 +212,17 @@ RUNS = [
 ]
 
 
+OFFLOAD_RUNS = [
+    ("zero3", 1, "layer", "offload", {"prefetch": PrefetchConfig(1, 2)}),
+    ("ddp", 1, "block", "offload", {}),
+    ("hybrid_full", 1, "block", OFFLOADED["full"], {}),
+    ("hybrid", 2, "block", OFFLOADED["selective"], {}),
+    ("hybrid", 1, "block", "offload", {"compile": AOT}),
+    ("hybrid", 2, "block", OFFLOADED["full"], {"compile": AOT}),
+    ("hybrid", 1, "block", OFFLOADED["selective"], {"compile": AOT}),
+]
+
+
 @pytest.mark.parametrize(
     ("strategy", "tensor", "bucketing", "mode", "more"),
     [
@@ -214,6 +237,111 @@ def test_every_mode_equals_plain_pytorch(ranks, strategy, tensor, bucketing, mod
     bucketing = BucketingConfig("size", 0.01) if bucketing == "size" else bucketing
     config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
     check(ranks, 4, {"tensor": tensor}, {**config, **more}, accumulation=2 // tensor)
+
+
+def _train_counting_copies(mesh, config, accumulation):
+    """Train four layers; return also the number of storages that were copied to the host."""
+    copies = []
+    send = activation_offload._Region.send
+
+    def counted(region):
+        send(region)
+        copies.append(len(region._sent))
+
+    with mock.patch.object(activation_offload._Region, "send", counted):
+        llama = {"n_layers": 4}
+        result = training.train(mesh, config, steps=3, accumulation=accumulation, llama=llama)
+    return result, sum(copies)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "bucketing", "mode", "more"),
+    [
+        ("hybrid", 2, "block", "offload", {}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in OFFLOAD_RUNS),
+    ],
+)
+def test_offload_equals_one_process(ranks, strategy, tensor, bucketing, mode, more):
+    config = {"strategy": strategy, "bucketing": bucketing, "activation_checkpointing": mode}
+    config |= {"precision": "fp64", **more}
+    plain = ranks.run(1, _train_counting_copies, {}, {"precision": "fp64"}, 1)[0]
+    run = ranks.run(4, _train_counting_copies, {"tensor": tensor}, config, 2 // tensor)[0]
+    compare(run[0], plain[0], **BOUNDS["fp64"])
+    assert run[1] > 0
+    assert plain[1] == 0
+
+
+def offloaded_step(config):
+    """Return the loss and the gradients of a small model, and the bytes that the device keeps
+    between forward and backward.
+    """
+    model = checkpointed(config)
+    offload_activations(model, find_blocks(model), config)
+    saved = {}
+
+    def note(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(training.global_batch(0)[0]).square().mean()
+    loss.backward()
+    gradients = [each.grad for each in model.parameters()]
+    return loss.detach(), gradients, sum(saved.values())
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offload_equals_none_to_the_bit(name):
+    config = OFFLOADED[name]
+    plain = offloaded_step(replace(config, name="none", offload=False))
+    loss, gradients, kept = offloaded_step(config)
+    assert torch.equal(loss, plain[0])
+    assert all(map(torch.equal, gradients, plain[1]))
+    assert kept < plain[2]
+
+
+class Halves(torch.nn.Module):
+    """Two blocks, whose results the caller changes with ``change``."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Sigmoid()) for _ in range(3)
+        )
+        self.change = change
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.change(block(x))
+        return x
+
+
+def test_offload_copies_every_region_but_the_last_and_frees_its_memory():
+    model = Halves(lambda x: x)
+    offload_blocks(list(model.blocks.named_children()))
+    x = torch.rand(64, 64, requires_grad=True)
+    nodes = []
+    output = model(x)
+    node = output.grad_fn
+    while node is not None:
+        if node.name().startswith("Sigmoid"):
+            nodes.append(node)
+        node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None and node.name().startswith("Addmm"):
+            node = node.next_functions[1][0]
+    handles = [each._raw_saved_result.data for each in nodes]
+    assert [each.memory.device is None for each in handles] == [False, True, True]
+    assert [each.memory.host is None for each in handles] == [True, False, False]
+
+
+def test_offload_reports_saved_tensors_that_change_in_place():
+    for change in (lambda x: x.mul_(2), torch.nn.functional.relu_):
+        model = Halves(change)
+        offload_blocks(list(model.blocks.named_children()))
+        output = model(torch.rand(64, 64))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
 
 
 def _low_precision(checkpointing):

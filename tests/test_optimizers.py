@@ -5,6 +5,7 @@ saves and resumes.
 import copy
 import json
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import jobs
@@ -16,6 +17,7 @@ from test_parity import initial_model
 from torch import nn
 from training import build_llama, global_batch, largest_difference, weights_of
 
+import parallel2d
 from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.checkpoint import Checkpointer
@@ -195,6 +197,134 @@ def test_run_saved_on_two_ranks_resumes_on_four(ranks, tmp_path, variant, layout
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses[2:], rel=1e-10, abs=0)
     assert largest_difference(weights, expected) <= 1e-10
+
+
+class FusedBlock(nn.Module):
+    """A fused projection of unequal parts, experts with two matrices each, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(6, 14, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, 6, 10))
+        self.convolution = nn.Conv1d(6, 5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.wqkv(x).split([6, 4, 4], -1)
+        mixed = torch.einsum("bsd,edh->bsh", query, self.experts)
+        found = self.convolution(x.transpose(1, 2)).square().mean()
+        return x + mixed[..., :6] * key.sum(-1, True) + found * mixed[..., 4:] * value.mean()
+
+
+def build_fused() -> nn.Module:
+    return nn.Sequential(FusedBlock(), FusedBlock(), nn.Linear(6, 1, bias=False))
+
+
+def draw(module: nn.Module, name: str) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.3)
+
+
+MATRICES = [
+    {"pattern": "*.wqkv.*", "rows": [6, 4, 4]},
+    {"pattern": "*.experts", "columns": 2},
+    {"pattern": "*.convolution.*", "flatten": True},
+]
+FUSED = replace(OPTIMIZERS["muon"], matrices=MATRICES, lr=0.02)
+
+
+def train_fused(layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the unsharded weights in fp64, at the start and after `STEPS` steps."""
+    _, mesh_sizes, strategy = LAYOUTS[layout]
+    config = parallel2d.ParallelConfig(strategy=strategy, precision="fp64")
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(**mesh_sizes), strategy)
+    with parallel2d.build_on_meta():
+        model = build_fused()
+    parallel2d.parallelize(model, mesh, config, seed=0, init=draw)
+    first = weights_of(model)
+    optimizer = build_optimizer(model, FUSED)
+    for step in range(STEPS):
+        for (x,) in parallel2d.accumulate(model, [(fused_input(step),)]):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, weights_of(model)
+
+
+def fused_input(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(2, 5, 6, generator=generator, dtype=torch.float64)
+
+
+def matrices_by_hand(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the matrices of a parameter as views of it."""
+    if "wqkv" in name:
+        return list(tensor.split([6, 4, 4]))
+    if "experts" in name:
+        return [half for expert in tensor for half in expert.split(5, -1)]
+    return [tensor.flatten(1)]
+
+
+def train_fused_matrices(first: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights after `STEPS` steps of torch's optimizers, with each matrix as a separate
+    parameter.
+    """
+    model = build_fused().double()
+    model.load_state_dict({name: torch.from_numpy(each) for name, each in first.items()})
+    apart: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not name.startswith("2."):
+            views = matrices_by_hand(name, parameter.detach())
+            apart[name] = [nn.Parameter(view.clone()) for view in views]
+    options = {"lr": FUSED.lr, "weight_decay": FUSED.weight_decay}
+    every = list(chain.from_iterable(apart.values()))
+    muon = torch.optim.Muon(every, momentum=FUSED.momentum, adjust_lr_fn=FUSED.adjust_lr, **options)
+    adamw = torch.optim.AdamW(model[2].parameters(), betas=tuple(FUSED.betas), **options)
+    for step in range(STEPS):
+        model.zero_grad()
+        model(fused_input(step)).square().mean().backward()
+        for name, matrices in apart.items():
+            gradients = matrices_by_hand(name, model.get_parameter(name).grad)
+            for matrix, gradient in zip(matrices, gradients, strict=True):
+                matrix.grad = gradient.clone()
+        muon.step()
+        adamw.step()
+        for name, matrices in apart.items():
+            views = matrices_by_hand(name, model.get_parameter(name).detach())
+            for matrix, view in zip(matrices, views, strict=True):
+                view.copy_(matrix.detach())
+    return weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "split_uneven",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("zero3", "hybrid", "ddp", "split")
+        ),
+    ],
+)
+def test_muon_updates_each_matrix_of_a_parameter_on_every_layout(ranks, layout):
+    first, weights = ranks.run(LAYOUTS[layout][0], train_fused, layout)[0]
+    expected = train_fused_matrices(first)
+    assert largest_difference(weights, expected) <= 1e-10
+    assert largest_difference(weights, first) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"pattern": "*.wqkv.*", "rows": 3}, r"14 rows do not divide into 3 equal parts"),
+        ({"pattern": "*.wqkv.*", "rows": [6, 4]}, r"rows=\[6, 4\] sum up to 10, and it has 14"),
+        ({"pattern": "*.wqk.*", "rows": 2}, r"wqk\.\* matches no parameter"),
+        ({"pattern": "*.wqkv.*", "row": 2}, r"an entry has the form"),
+        ({"pattern": "*.wqkv.*", "rows": 2, "flatten": True}, r"an entry has the form"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_an_error(entry, says):
+    with pytest.raises(ConfigError, match=says):
+        build_optimizer(build_fused(), replace(FUSED, matrices=[entry]))
 
 
 MUON_JOB = (

@@ -270,6 +270,17 @@ def test_dropped_stream_operation_is_found(mutations):
 
 
 @pytest.mark.slow
+def test_dropped_wait_of_activation_offload_is_found():
+    name = "activation offload"
+    found = [each for each in mutants_of(name) if "activation_offload" in each.place]
+    # Without a stream context the copies are in the compute stream: slower, and in order.
+    waits = [each for each in found if each.operation == "wait_stream"]
+    assert len({each.line for each in waits}) == 4
+    for each in waits:
+        assert is_found(run_program(name, (each,)), unchanged(name)), each
+
+
+@pytest.mark.slow
 def test_every_stream_operation_is_in_the_list_of_mutations():
     issued = {site[:2] for name in PROGRAMS for site in unchanged(name).sites}
     assert issued == {each[:2] for each in MUTATIONS}

@@ -116,6 +116,18 @@ LAYOUTS = {
     # memory
     "full recomputation": HYBRID.with_overrides("activation_checkpointing=full", "precision=bf16"),
     "selective recomputation": HYBRID.with_overrides("activation_checkpointing=selective"),
+    "activation offload": HYBRID.with_overrides(
+        "activation_checkpointing=offload", "model.n_layers=4"
+    ),
+    "activation offload, full": HYBRID.with_overrides(
+        "activation_checkpointing=full",
+        "activation_checkpointing.offload=true",
+        "precision=bf16",
+        "model.n_layers=3",
+    ),
+    "activation offload, selective": HYBRID.with_overrides(
+        "activation_checkpointing=selective", "activation_checkpointing.offload=true"
+    ),
     "chunked loss": HYBRID.with_overrides("train.loss_chunk=16"),
     "offload": Layout(2, ("strategy=zero3", "cpu_offload=true")),
     # groups

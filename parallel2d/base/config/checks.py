@@ -96,7 +96,7 @@ def check_data(data: DataConfig) -> None:
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Raise `ConfigError` with one line per field that violates its constraint."""
-    _refuse(field_problems(optimizer, "optimizer."), _betas(optimizer))
+    _refuse(field_problems(optimizer, "optimizer."), _betas(optimizer), _matrix_problems(optimizer))
 
 
 def check_steps(config: TrainConfig) -> None:
@@ -221,6 +221,7 @@ def _optimizer(config: TrainConfig) -> _Problems:
     yield from _betas(optimizer)
     stands = optimizer.nesterov and optimizer.momentum == 0
     yield stands, "optimizer.nesterov=true needs optimizer.momentum above 0"
+    yield from _matrix_problems(optimizer)
     for entry in optimizer.groups:
         yield from _group_problems(entry, optimizer.name)
     yield (
@@ -234,6 +235,22 @@ def _betas(optimizer: OptimizerConfig) -> _Problems:
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
     are_shares = is_pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
     yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
+
+
+def _matrix_problems(optimizer: OptimizerConfig) -> _Problems:
+    for entry in optimizer.matrices:
+        parts = dict(entry) if isinstance(entry, Mapping) else {}
+        pattern, flatten = parts.pop("pattern", None), parts.pop("flatten", False)
+        is_right = isinstance(pattern, str) and isinstance(flatten, bool)
+        is_right &= not (flatten and parts) and {*parts} <= {"rows", "columns"}
+        for value in parts.values():
+            sizes = value if isinstance(value, list | tuple) and value else [value]
+            is_right &= all(type(each) is int and each > 0 for each in sizes)
+        yield (
+            not is_right,
+            f"optimizer.matrices has {entry}; an entry has the form {{pattern: a.*, rows: 3}}, "
+            "with rows and columns (a number of parts, or their sizes), or with flatten: true",
+        )
 
 
 def _group_problems(entry: Any, optimizer: str) -> _Problems:

@@ -78,6 +78,12 @@ class OptimizerConfig:
         choices=("match_rms_adamw", "original"),
     )
     newton_schulz_steps: int = _muon(5, "Iterations per update, 3 products each", between=(1, 99))
+    matrices: list[Any] = _muon(
+        [],
+        "Matrices in a parameter: [{pattern: *.wqkv.weight, rows: 3}]. rows and columns cut it "
+        "into equal parts or sizes [64, 32, 32]; dims before the last two count matrices; flatten: "
+        "true joins the dims after the first (convolutions)",
+    )
     target: str | None = _custom(
         None,
         "package.module:build(groups, **arguments) -> torch.optim.Optimizer",

@@ -209,16 +209,17 @@ PRECISIONS = {
 }
 
 
-_blocks = partial(option, read_by=("full", "selective"))
+_blocks = partial(option, read_by=("full", "selective", "offload"))
 
 
 @dataclass
 class ActivationCheckpointingConfig:
     """Activations that backward recomputes. ``full`` saves only block inputs. ``selective`` also
     saves the results of the operators in ``keep`` and recomputes the cheaper ones. With ``budget``
-    the compiler chooses the saved activations within ``memory_budget``."""
+    the compiler chooses the saved activations within ``memory_budget``. ``offload`` recomputes
+    nothing and keeps the saved activations of blocks in host memory."""
 
-    name: str = option("none", choices=("none", "full", "selective", "budget"))
+    name: str = option("none", choices=("none", "full", "selective", "budget", "offload"))
     every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
     keep: list[str] = option(
         [
@@ -234,11 +235,21 @@ class ActivationCheckpointingConfig:
     )
     blocks: list[str] = _blocks([], "Class names of checkpointed blocks, if not bucketing.blocks")
     policy: Any = _blocks(None, "Which modules, as bucketing.policy, not blocks", reference=True)
+    offload: bool = option(
+        False,
+        "Keep saved block inputs and kept results in host memory",
+        read_by=("full", "selective"),
+    )
 
     @property
     def compiler_budget(self) -> float | None:
         """Share of activations that the compiler may save; None if it does not choose them."""
         return self.memory_budget if self.name == "budget" else None
+
+    @property
+    def offloads(self) -> bool:
+        """True if saved activations of blocks are in host memory."""
+        return self.name == "offload" or (self.name in ("full", "selective") and self.offload)
 
 
 @dataclass

@@ -323,6 +323,8 @@ def _unknown_peak(config: TrainConfig) -> str:
     """Return the reason why the peak is not known; empty if it is known."""
     if config.cpu_offload:
         return "with cpu_offload=true the peak is not known"
+    if config.activation_checkpointing.offloads:
+        return "with activation offload the peak is not known"
     if config.precision.float8 != "none":
         return f"with precision.float8={config.precision.float8} the peak is not known"
     if config.activation_checkpointing.compiler_budget is not None:

@@ -166,6 +166,10 @@ class _Estimate:
             raise _NotKnownError(
                 "copies to and from the memory of the host (cpu_offload) have no model"
             )
+        if layout.config.activation_checkpointing.offloads:
+            raise _NotKnownError(
+                "copies to and from the memory of the host (activation offload) have no model"
+            )
         if layout.config.precision.float8 != "none":
             raise _NotKnownError("compute in 8-bit floats (precision.float8) has no model")
         peak = self._peak()

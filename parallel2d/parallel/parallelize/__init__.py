@@ -27,6 +27,7 @@ from parallel2d.parallel.mesh import mesh_shape, part_group, sharding_mesh
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.parallelize.activation_checkpointing import (
     checkpoint_activations,
+    offload_activations,
     select_without_hooks,
 )
 from parallel2d.parallel.parallelize.block_calls import prepare_block_calls
@@ -289,6 +290,7 @@ def _transform(
     stacks = intercept_attention(model, mesh)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
     compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
+    offload_activations(model, blocks, config.activation_checkpointing)
     slice_blocks(stacks)
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)
     without_dims = scalar_places(model, plain)

@@ -33,6 +33,7 @@ from parallel2d.base.errors import ConfigError, nearest_matches
 from parallel2d.parallel.fsdp_internals.sharded_model import collect_grad_tensors
 from parallel2d.parallel.fsdp_internals.tensors import storage_of, version_of
 from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize.activation_offload import SavedTensor, offload_blocks
 
 # Operators of these namespaces are named without the namespace.
 _NAMESPACES = ("aten", "_c10d_functional")
@@ -46,11 +47,33 @@ def checkpoint_activations(
     """Checkpoint every ``config.every``-th block.
 
     ``config.blocks`` or ``config.policy``, if set, select other modules than ``blocks``.
-    ``config.name="budget"`` is applied by compilation. Raises `ConfigError` when the model has no
-    blocks, and for patterns that `saved_operators` refuses.
+    ``config.name="budget"`` is applied by compilation, and ``"offload"`` by `offload_activations`.
+    Raises `ConfigError` when the model has no blocks, and for patterns that `saved_operators`
+    refuses.
     """
-    if config.name in ("none", "budget"):
+    if config.name in ("none", "budget", "offload"):
         return model
+    chosen = chosen_blocks(model, blocks, config)
+    _without_cache(model)
+    # Reentrant checkpointing has no context_fn, which selects operators.
+    options: dict[str, Any] = {"use_reentrant": False}
+    if config.name == "selective":
+        policy = functools.partial(_keep, saved_operators(config.keep))
+    if config.name == "selective" and config.offloads:
+        # Otherwise kept results bypass the offload.
+        options["respect_saved_tensors_hooks"] = True
+    for name, block in chosen:
+        if config.name == "selective":
+            options["context_fn"] = functools.partial(_contexts, name, policy)
+        run = functools.partial(_run, name, block.forward)
+        block.forward = functools.partial(checkpoint, run, **options)
+    return model
+
+
+def chosen_blocks(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: ActivationCheckpointingConfig
+) -> list[tuple[str, nn.Module]]:
+    """Return the blocks that ``config`` selects. Raises `ConfigError` when there are none."""
     if config.blocks or config.policy is not None:
         blocks = find_blocks(
             model, config.blocks, config.policy, section="activation_checkpointing"
@@ -60,17 +83,18 @@ def checkpoint_activations(
             f"activation_checkpointing={config.name}: {type(model).__name__} has no repeated "
             "blocks; name the classes to checkpoint in activation_checkpointing.blocks"
         )
-    _without_cache(model)
-    # Reentrant checkpointing has no context_fn, which selects operators.
-    options: dict[str, Any] = {"use_reentrant": False}
-    if config.name == "selective":
-        policy = functools.partial(_keep, saved_operators(config.keep))
-    for name, block in blocks[:: config.every]:
-        if config.name == "selective":
-            options["context_fn"] = functools.partial(_contexts, name, policy)
-        run = functools.partial(_run, name, block.forward)
-        block.forward = functools.partial(checkpoint, run, **options)
-    return model
+    return list(blocks[:: config.every])
+
+
+def offload_activations(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: ActivationCheckpointingConfig
+) -> None:
+    """Keep saved tensors of the selected blocks in host memory, if ``config`` says so.
+
+    Runs after the transforms that change the saved tensors: recomputation and compilation.
+    """
+    if config.offloads:
+        offload_blocks(chosen_blocks(model, blocks, config))
 
 
 def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +199,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
             if func.name().startswith("aten::_foreach_"):
                 self._refuse_lost_gradients(func, args)
             written = _written(func, args, kwargs or {})
-            self._replace(written, lambda result: _VersionWrapper(result.val.clone()))
+            self._replace(written, lambda result: _VersionWrapper(_kept_tensor(result).clone()))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
@@ -199,7 +223,8 @@ class _KeepingMode(_CachingTorchDispatchMode):
         storages = {storage_of(tensor) for tensor in tensors}
 
         def replace(result: Any) -> Any:
-            is_shared = isinstance(result.val, Tensor) and storage_of(result.val) in storages
+            kept = _kept_tensor(result)
+            is_shared = isinstance(kept, Tensor) and storage_of(kept) in storages
             return replacement(result) if is_shared else result
 
         for results in self.storage.values():
@@ -207,6 +232,12 @@ class _KeepingMode(_CachingTorchDispatchMode):
                 found = tree_map_only(_VersionWrapper, replace, kept)
                 # An operator with several results runs as a whole.
                 results[number] = _RECOMPUTE if _RECOMPUTE in tree_leaves(found) else found
+
+
+def _kept_tensor(result: _VersionWrapper) -> Any:
+    """Return the tensor of a kept result during the forward of its block."""
+    # Offload replaces it by a handle, which still has the tensor.
+    return result.val.tensor if isinstance(result.val, SavedTensor) else result.val
 
 
 def _is_mutable(operator: Any) -> bool:

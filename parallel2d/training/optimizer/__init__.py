@@ -33,6 +33,7 @@ from parallel2d.parallel.model_structure import hidden_matrices, near_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.parallel.weights.named_tensors import updated_by_name
+from parallel2d.training.optimizer.matrix_splits import MatrixInside, splits_of
 from parallel2d.training.optimizer.muon import ADAMW, MUON
 from parallel2d.training.optimizer.muon import Muon as Muon
 from parallel2d.training.optimizer.whole_matrices import whole_matrices as whole_matrices
@@ -62,14 +63,22 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             f"OptimizerConfig('adamw', lr=3e-4); got {config!r}"
         )
     check_optimizer(config)
-    optimizer = _new_optimizer(plan_groups(model, config), config)
+    named = updated_by_name(model)
+    splits: dict[Tensor, list[MatrixInside]] = {}
+    for name, found in splits_of(named, config.matrices).items():
+        splits[named[name]] = found
+    optimizer = _new_optimizer(plan_groups(model, config), config, splits)
     # A plain model on one process has no engines.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)
     return optimizer
 
 
-def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _new_optimizer(
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    splits: Mapping[Tensor, list[MatrixInside]],
+) -> torch.optim.Optimizer:
     for group in groups:
         algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
         elements = sum(parameter.numel() for parameter in group["params"])
@@ -94,6 +103,7 @@ def _new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         adjust_lr_fn=config.adjust_lr,
         betas=(beta1, beta2),
         adamw_eps=config.eps,
+        splits=splits,
         **common,
     )
 
@@ -152,20 +162,22 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
         raise ConfigError("every parameter is frozen: there is nothing to train")
     entry_of = _matching_entries(list(named), set(trained), config.groups)
     hidden = hidden_matrices(model) if config.name == "muon" else set()
+    splits = splits_of(named, config.matrices)
     entries: dict[int, Any] = {_NO_ENTRY: {}, **dict(enumerate(config.groups))}
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     # In the order of the entries, so that the first wrong entry is reported.
     for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
         parameter = trained[name]
         number = entry_of.get(name, _NO_ENTRY)
-        is_matrix = parameter.ndim == 2 and name in hidden
+        is_matrix = name in splits or (parameter.ndim == 2 and name in hidden)
         settings = _settings(parameter, entries[number], config, is_hidden=is_matrix)
         is_muon = _is_muon(settings)
         # The defaults assign only matrices to Muon, so any other parameter comes from an entry.
-        if is_muon and parameter.ndim != 2:
+        if is_muon and parameter.ndim != 2 and name not in splits:
             raise ConfigError(
                 f"optimizer.groups: pattern {entries[number]['pattern']} gives {name} of shape "
-                f"{list(parameter.shape)} to Muon, which takes matrices of two dims only"
+                f"{list(parameter.shape)} to Muon, which takes matrices of two dims; an entry of "
+                "optimizer.matrices names the matrices in a parameter with more dims"
             )
         # Parameters with two or more dims and parameters with fewer form separate groups.
         is_vector = parameter.ndim < 2

@@ -6,14 +6,15 @@ and ``torch.optim.AdamW`` bit by bit.
 Its update is the unsharded momentum matrix after Newton-Schulz iterations in bf16, which make it
 orthogonal. A sum over parts would round differently from the sum over the unsharded matrix.
 Therefore each rank casts its part to bf16, as the iteration would do first, and one rank, the
-owner, receives all parts, iterates, and sends every rank its part of the result: see [Note: one
+owner, receives all parts, iterates, and sends every rank its part of the result. A parameter that
+holds several matrices (`matrix_splits.py`) has one owner, which iterates on each: see [Note: one
 owner per matrix] in `matrix_owners.py`. The iterations of a model are divided among the ranks with
 the same updates, by their FLOPs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from parallel2d.parallel.sync.engine.replica_reducer import update_mesh_of
-from parallel2d.parallel.weights.geometry import local_part
+from parallel2d.parallel.weights.geometry import local_part, local_region
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
+from parallel2d.training.optimizer.matrix_splits import MatrixInside, matrices_in
 
 MUON, ADAMW = "muon", "adamw"  # values of a group's ``algorithm``
 DTYPE = torch.bfloat16  # of sent matrices and updates
@@ -45,8 +47,9 @@ class Muon(torch.optim.Optimizer):
             needs about 20 times as much for Muon's groups (``lr_scale``).
         momentum, nesterov, ns_steps: of Muon.
         betas, adamw_eps, foreach, fused: of AdamW.
+        splits: the matrices in a parameter of Muon; others are one matrix.
 
-    Raises ValueError if a parameter of Muon is not a matrix.
+    Raises ValueError if a parameter of Muon without an entry in ``splits`` is not a matrix.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         foreach: bool | None = None,
         fused: bool | None = None,
+        splits: Mapping[Tensor, list[MatrixInside]] | None = None,
     ) -> None:
         muon = {
             "momentum": momentum,
@@ -80,8 +84,9 @@ class Muon(torch.optim.Optimizer):
             defaults = muon if group["algorithm"] == MUON else self._adamw.defaults
             groups.append({**defaults, "lr": lr, **group})
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self._splits = dict(splits or {})
         for parameter, _ in self._matrices():
-            if parameter.ndim != 2:
+            if parameter.ndim != 2 and parameter not in self._splits:
                 raise ValueError(
                     f"Muon takes matrices, got a parameter of shape {list(parameter.shape)}"
                 )
@@ -126,12 +131,36 @@ class Muon(torch.optim.Optimizer):
                     parts[number] = self._before_iteration(matrices[number], groups[number])
             wholes = each.gather(parts)
             for number in wholes:
-                wholes[number] = _zeropower_via_newtonschulz(
-                    wholes[number], _NS_COEFFICIENTS, groups[number]["ns_steps"], _NS_EPS
+                wholes[number] = self._iterate(
+                    wholes[number], matrices[number], groups[number]["ns_steps"]
                 )
             for batch in each.batches:
                 for number, part in each.scatter(batch, wholes).items():
-                    _apply(part, matrices[number], groups[number])
+                    self._apply(part, matrices[number], groups[number])
+
+    def _matrices_in(self, parameter: Tensor) -> list[MatrixInside]:
+        return self._splits.get(parameter) or matrices_in(parameter.shape, {})
+
+    def _iterate(self, whole: Tensor, parameter: Tensor, steps: int) -> Tensor:
+        """Return the updates of all matrices in an unsharded tensor."""
+        result = torch.empty_like(whole)
+        for region, shape in self._matrices_in(parameter):
+            matrix = whole[region.slices].reshape(shape)
+            update = _zeropower_via_newtonschulz(matrix, _NS_COEFFICIENTS, steps, _NS_EPS)
+            result[region.slices] = update.reshape(region.lengths)
+        return result
+
+    def _apply(self, part: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
+        local, held = local_part(parameter), local_region(parameter)
+        local.mul_(1 - group["lr"] * group["weight_decay"])
+        part = part.reshape(local.shape)
+        for region, shape in self._matrices_in(parameter):
+            common = region.intersect(held)
+            if common is not None:
+                # From the unsharded shape, as `torch.optim.Muon` does.
+                lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], shape)
+                inside = common.slices_in(held)
+                local[inside].add_(part[inside], alpha=-lr)
 
     def _plan(self, matrices: list[Tensor], groups: list[dict[str, Any]]) -> list[MatrixRound]:
         """Return the rounds for ``matrices``; planned again only if the matrices change."""
@@ -140,7 +169,10 @@ class Muon(torch.optim.Optimizer):
         steps = [group["ns_steps"] for group in groups]
         wanted = list(zip(map(id, matrices), steps, strict=True))
         if wanted != self._planned_for:
-            costs = list(map(iteration_flops, [matrix.shape for matrix in matrices], steps))
+            costs = []
+            for matrix, number in zip(matrices, steps, strict=True):
+                inside = self._matrices_in(matrix)
+                costs.append(sum(iteration_flops(shape, number) for _, shape in inside))
             owners = self._owners.assign(costs)
             self._rounds = self._owners.plan(dict(enumerate(matrices)), owners, DTYPE)
             self._planned_for = wanted
@@ -171,11 +203,3 @@ def iteration_flops(shape: torch.Size, steps: int) -> float:
     longer side *l*, products of 2·k·k·l twice and 2·k·k·k once per iteration."""
     shorter, longer = sorted(shape)
     return steps * (4.0 * shorter * shorter * longer + 2.0 * shorter**3)
-
-
-def _apply(part: Tensor, parameter: Tensor, group: dict[str, Any]) -> None:
-    local = local_part(parameter)
-    local.mul_(1 - group["lr"] * group["weight_decay"])
-    # From the unsharded shape, as `torch.optim.Muon` does.
-    lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-    local.add_(part.reshape(local.shape), alpha=-lr)

@@ -1,0 +1,253 @@
+"""Activation offload: `offload_blocks` keeps saved tensors of blocks in host memory.
+
+[Note: stream order of offload] Each forward of a block is one `_Region`. The saved tensors of a
+region stay on the device until its forward ends. The forward of the next region issues their copies
+to pinned memory on a side stream, computes, and makes the compute stream wait for the copies before
+it drops the device memory. So copies overlap with compute, at most two regions are on the device,
+memory is freed without ``record_stream``, and the last region, which backward reads first, is not
+copied. In backward the first access to a region waits for its copies to the device, and issues the
+copies of the region before it. Buffers are allocated on the compute stream, which the side stream
+waits for first.
+
+A tensor that changes in place between its save and the end of its copy is an error in backward, as
+without offload. Parameters and buffers stay on the device: sharding frees and gathers them. So do
+arguments without a gradient, such as masks and rotary tables, which all blocks share.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from parallel2d.base.device import current_stream, new_stream, on_stream
+from parallel2d.parallel.fsdp_internals.tensors import part_of, storage_of, version_of
+
+# Saved tensors with fewer bytes are not worth a copy.
+MIN_BYTES = 4096
+
+
+def offload_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    """Keep tensors that ``blocks`` save for backward in host memory."""
+    offloader = _Offloader()
+    for name, block in blocks:
+        block.forward = functools.partial(_run, offloader, name, block, block.forward)
+
+
+def _run(
+    offloader: _Offloader,
+    name: str,
+    block: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run the forward of ``block`` as one region."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    shared = {storage_of(each) for each in given if not each.requires_grad}
+    region = _Region(offloader, name, block, shared)
+    before = offloader.last_region()
+    region.before, offloader.last_region = weakref.ref(before or region), weakref.ref(region)
+    if before is not None:
+        before.send()
+    try:
+        with saved_tensors_hooks(region.pack, SavedTensor.unpack):
+            return forward(*args, **kwargs)
+    finally:
+        if before is not None:
+            before.release()
+
+
+class _Offloader:
+    """The side stream, and the most recent region."""
+
+    def __init__(self) -> None:
+        self.last_region: Callable[[], _Region | None] = lambda: None
+        self._streams: dict[str, torch.Stream] = {}
+
+    def stream(self, device_type: str) -> torch.Stream:
+        if device_type not in self._streams:
+            self._streams[device_type] = new_stream(device_type)
+        return self._streams[device_type]
+
+
+class _Memory:
+    """One storage with saved tensors, as bytes. The saved tensors in it keep it alive."""
+
+    def __init__(self, device: Tensor) -> None:
+        self.device: Tensor | None = device
+        self.host: Tensor | None = None
+
+
+class SavedTensor:
+    """A tensor that a block has saved for backward, on the device or in host memory."""
+
+    def __init__(self, region: _Region, tensor: Tensor, memory: _Memory) -> None:
+        self.region = region
+        self.memory = memory
+        # Detached, so that an output that its own node saves is not kept alive by a cycle. It
+        # shares the version of ``tensor``. None after the copy.
+        self.tensor: Tensor | None = tensor.detach()
+        self._version = version_of(tensor)
+        self._spec = tensor._spec if isinstance(tensor, DTensor) else None
+        part = part_of(tensor)
+        self._view = part.dtype, part.storage_offset(), part.size(), part.stride()
+        self._is_changed = False
+
+    def check(self) -> None:
+        """Note if the tensor has changed since it was saved."""
+        if self.tensor is not None and version_of(self.tensor) != self._version:
+            self._is_changed = True
+
+    def unpack(self: SavedTensor | Tensor) -> Tensor:
+        """Return the saved tensor on the device."""
+        if not isinstance(self, SavedTensor):
+            return self
+        self.check()
+        if self._is_changed:
+            raise RuntimeError(
+                f"a tensor that {self.region.name} needs for its gradient was modified by an "
+                "inplace operation after the block had saved it: change a copy"
+            )
+        if self.tensor is not None:
+            return self.tensor
+        self.region.fetch()
+        assert self.memory.device is not None
+        dtype, offset, size, stride = self._view
+        empty = torch.empty(0, dtype=dtype, device=self.memory.device.device)
+        part = empty.set_(self.memory.device.untyped_storage(), offset, size, stride)
+        if self._spec is None:
+            return part
+        # `from_local` would move the tensor to the device of the mesh, and record a gradient.
+        return DTensor(part, self._spec, requires_grad=False)
+
+
+class _Region:
+    """The saved tensors of one forward of a block. See [Note: stream order of offload]."""
+
+    def __init__(
+        self, offloader: _Offloader, name: str, block: nn.Module, shared: set[int | None]
+    ) -> None:
+        self.name = name
+        self.before: Callable[[], _Region | None] = lambda: None
+        self._offloader = offloader
+        self._block = block
+        self._shared = shared
+        # Both are kept alive by the graph only. A storage that is in use has a unique number.
+        self._saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
+        self._memories: weakref.WeakValueDictionary[int | None, _Memory]
+        self._memories = weakref.WeakValueDictionary()
+        self._device_type = ""
+        self._sent: list[_Memory] = []  # the memory whose copies to the host are in flight
+        self._is_fetching = False
+
+    def pack(self, tensor: Tensor) -> SavedTensor | Tensor:
+        """Return ``tensor`` itself if it stays on the device."""
+        part = part_of(tensor)
+        if type(part) is not Tensor or not _is_plain(part):
+            return tensor
+        if any(isinstance(each, nn.Parameter) for each in (tensor, tensor._base)):
+            return tensor
+        number = storage_of(part)
+        if part.untyped_storage().nbytes() < MIN_BYTES or number in self._shared:
+            return tensor
+        # Also groups inside of the block may have gathered their parameters since its start.
+        kept = chain(self._block.parameters(), self._block.buffers())
+        if any(storage_of(each) == number for each in kept):
+            return tensor
+        memory = self._memories.get(number)
+        if memory is None:
+            memory = _Memory(_as_bytes(part))
+            self._memories[number] = memory
+        self._device_type = part.device.type
+        saved = SavedTensor(self, tensor, memory)
+        self._saved.add(saved)
+        return saved
+
+    def send(self) -> None:
+        """Issue the copies to the host."""
+        self._sent = [each for each in self._memories.values() if each.host is None]
+        if not self._sent:
+            return
+        side = self._offloader.stream(self._device_type)
+        side.wait_stream(current_stream(self._device_type))
+        with on_stream(self._device_type, side):
+            for memory in self._sent:
+                assert memory.device is not None
+                memory.host = torch.empty(
+                    memory.device.shape,
+                    dtype=torch.uint8,
+                    pin_memory=self._device_type != "cpu",
+                )
+                memory.host.copy_(memory.device, non_blocking=True)
+
+    def release(self) -> None:
+        """Drop the memory on the device after its copies."""
+        if not self._sent:
+            return
+        side = self._offloader.stream(self._device_type)
+        current_stream(self._device_type).wait_stream(side)
+        for saved in self._saved:
+            saved.check()
+            saved.tensor = None
+        for memory in self._sent:
+            memory.device = None
+        self._sent = []
+
+    def fetch(self) -> None:
+        """Make the memory available on the device, and begin with the region before."""
+        self._prefetch()
+        if not self._is_fetching:
+            return
+        side = self._offloader.stream(self._device_type)
+        current_stream(self._device_type).wait_stream(side)
+        self._is_fetching = False
+        before = self.before()
+        if before is not None and before is not self:
+            before._prefetch()
+
+    def __del__(self) -> None:
+        # The graph was freed without a backward pass through the block: the memory must not be
+        # used again before the copies that fill it.
+        if self._is_fetching:
+            side = self._offloader.stream(self._device_type)
+            current_stream(self._device_type).wait_stream(side)
+
+    def _prefetch(self) -> None:
+        """Issue the copies to the device."""
+        missing = [each for each in self._memories.values() if each.device is None]
+        if not missing:
+            return
+        self._is_fetching = True
+        side = self._offloader.stream(self._device_type)
+        with_host = [(each, each.host) for each in missing if each.host is not None]
+        for memory, host in with_host:
+            memory.device = torch.empty(host.shape, dtype=torch.uint8, device=self._device_type)
+        side.wait_stream(current_stream(self._device_type))
+        with on_stream(self._device_type, side):
+            for memory, host in with_host:
+                assert memory.device is not None
+                memory.device.copy_(host, non_blocking=True)
+
+
+def _is_plain(part: Tensor) -> bool:
+    """True for a tensor that its storage, dtype, offset, size and stride describe completely."""
+    if isinstance(part, FakeTensor) or part.device.type == "meta" or part.layout != torch.strided:
+        return False
+    return not (part.is_conj() or part.is_neg() or part.is_inference())
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    """Return all bytes of the storage of ``part``."""
+    return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
