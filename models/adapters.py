@@ -65,7 +65,10 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
 
     Raises ValueError for arguments outside of `ARGUMENTS`, and for values that the library refuses.
     """
-    unknown = [str(name) for name in arguments if name not in ARGUMENTS]
+    unknown = []
+    for name in arguments:
+        if name not in ARGUMENTS:
+            unknown.append(str(name))
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)}: an adapter is LoRA with {', '.join(ARGUMENTS)}; other "
@@ -192,7 +195,10 @@ def saved_name(name: str, adapter: str, bias: str = "none") -> str | None:
 
 def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Map each adapter to its configuration as plain values; empty for a model without adapters."""
-    return {name: plain_settings(settings) for name, settings in _adapters_in(model).items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in _adapters_in(model).items():
+        found[name] = plain_settings(settings)
+    return found
 
 
 def _adapters_in(model: nn.Module) -> dict[str, Any]:

@@ -80,9 +80,10 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
             f"{near}"
         )
     # attn_implementation and others have a private attribute.
-    unknown = [
-        name for name in arguments if not (hasattr(config, name) or hasattr(config, f"_{name}"))
-    ]
+    unknown = []
+    for name in arguments:
+        if not (hasattr(config, name) or hasattr(config, f"_{name}")):
+            unknown.append(name)
     if unknown:
         fields = sorted(name for name in config.to_dict() if not name.startswith("_"))
         raise ValueError(
@@ -362,7 +363,9 @@ def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> 
     The names are stacked, concatenated, or both in this order. Raises ValueError for other forms.
     """
     operations = [type(operation).__name__ for operation in rule.operations]
-    dims = [getattr(operation, "dim", None) for operation in rule.operations]
+    dims = []
+    for operation in rule.operations:
+        dims.append(getattr(operation, "dim", None))
     stacked = operations[:1] == ["MergeModulelist"] and dims[0] == 0
     rest = operations[1:] if stacked else operations
     targets = len(rule.target_patterns)
@@ -374,7 +377,10 @@ def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> 
             "model's own state_dict() with safetensors, in the model's own form"
         )
     # In the order of the rule, which is the order of the concatenation.
-    names = [groups[pattern] for pattern in rule.source_patterns if pattern in groups]
+    names = []
+    for pattern in rule.source_patterns:
+        if pattern in groups:
+            names.append(groups[pattern])
     dim = None
     if rest:
         dim = dims[-1]

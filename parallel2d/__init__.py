@@ -76,7 +76,8 @@ if TYPE_CHECKING:
     from parallel2d.training.checkpoint.full_file import load_full, save_full
     from parallel2d.training.data.together import together
     from parallel2d.training.hooks import Hook, HookResult, RunView
-    from parallel2d.training.optimizer import build_optimizer, set_learning_rate, whole_matrices
+    from parallel2d.training.optimizer import build_optimizer, whole_matrices
+    from parallel2d.training.optimizer.learning_rate import set_learning_rate
     from parallel2d.training.own_loop import Replicas
 
     __version__: str
@@ -118,7 +119,8 @@ _NAMES = {
     "training.checkpoint.full_file": ("load_full", "save_full"),
     "training.data.together": ("together",),
     "training.hooks": ("Hook", "HookResult", "RunView"),
-    "training.optimizer": ("build_optimizer", "set_learning_rate", "whole_matrices"),
+    "training.optimizer": ("build_optimizer", "whole_matrices"),
+    "training.optimizer.learning_rate": ("set_learning_rate",),
     "training.own_loop": ("Replicas",),
 }  # fmt: skip
 _MODULES: dict[str, str] = {}

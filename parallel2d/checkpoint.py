@@ -121,7 +121,11 @@ def _print_table(rows: list[_Row], everything: bool) -> None:
 
 
 def _of_kind(rows: list[_Row], *kinds: str) -> list[_Row]:
-    return [row for row in rows if row[0].partition("/")[0] in kinds]
+    found: list[_Row] = []
+    for row in rows:
+        if row[0].partition("/")[0] in kinds:
+            found.append(row)
+    return found
 
 
 def _bytes(rows: list[_Row]) -> int:
@@ -154,7 +158,9 @@ def run_convert(options: argparse.Namespace) -> None:
     target_format = options.to or guess_format(options.target)
     arguments = dict(item.partition("=")[::2] for item in options.model)
     source = open_source(options.source)
-    rows: list[_Row] = [(name, *each, 1) for name, each in source.tensors.items()]
+    rows: list[_Row] = []
+    for name, each in source.tensors.items():
+        rows.append((name, *each, 1))
     kinds = ("model", "optimizer") if options.optimizer else ("model",)
     chosen = _of_kind(rows, *kinds)
     with _progress("converting", _bytes(chosen)) as progress:
@@ -174,7 +180,9 @@ def run_convert(options: argparse.Namespace) -> None:
         print("not written: the EMA weights of train.ema; --ema writes them instead of the weights")
     model = llama_arguments(source.layout)
     if target_format == "parallel2d" and model:
-        words = [f"model.{key}={str(value).lower()}" for key, value in model.items()]
+        words = []
+        for key, value in model.items():
+            words.append(f"model.{key}={str(value).lower()}")
         if not options.optimizer:
             words.insert(0, "checkpoint.load=model_only")
         command = f"python -m parallel2d.train checkpoint.resume={options.target}"

@@ -82,7 +82,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    given = {key: getattr(options, key) for key in ("name", "path", *_OPTIONS)}
+    given = {}
+    for key in ("name", "path", *_OPTIONS):
+        given[key] = getattr(options, key)
     if options.workers.isdecimal():
         given["workers"] = int(options.workers)
     config = DataConfig(**given)
@@ -100,10 +102,9 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _summary(manifest: dict[str, Any], folder: Path) -> str:
-    splits = [
-        f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents"
-        for name, split in manifest["splits"].items()
-    ]
+    splits = []
+    for name, split in manifest["splits"].items():
+        splits.append(f"{name} {split['tokens']:,} tokens in {split['documents']:,} documents")
     return (
         f"{folder}: {', '.join(splits)}; {manifest['bytes'] / 1e6:,.1f} MB of text; omitted: "
         f"{manifest['bad_rows']:,} bad rows, {manifest['empty_documents']:,} empty documents"

@@ -7,7 +7,7 @@ import pytest
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.feed import BatchPlan
-from parallel2d.training.data.order import MAXIMUM_SIZE, Order, _round
+from parallel2d.training.data.sample_order import MAXIMUM_SIZE, Order, _round
 
 
 def test_every_epoch_is_a_permutation() -> None:

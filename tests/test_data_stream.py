@@ -12,7 +12,7 @@ import torch
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, token_sequences
-from parallel2d.training.data.order import MAXIMUM_PERIOD, Schedule
+from parallel2d.training.data.sample_order import MAXIMUM_PERIOD, Schedule
 from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
 from parallel2d.training.data.token_shards import ShardWriter, TokenSplit
 

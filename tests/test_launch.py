@@ -36,7 +36,7 @@ from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
 from parallel2d.base.topology import AGENT
 from parallel2d.launching import launcher, shared_job
-from parallel2d.launching import round as rounds
+from parallel2d.launching import rendezvous_round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launching.failures import (
     LOST,
@@ -48,7 +48,7 @@ from parallel2d.launching.failures import (
     read_waiting,
 )
 from parallel2d.launching.rendezvous import find_rendezvous, own_rendezvous
-from parallel2d.launching.round import JobDone
+from parallel2d.launching.rendezvous_round import JobDone
 from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.parallel.parallelize.compilation import compile_blocks

@@ -21,11 +21,8 @@ import parallel2d
 from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.checkpoint import Checkpointer
-from parallel2d.training.optimizer import (
-    build_optimizer,
-    plan_groups,
-    set_learning_rate,
-)
+from parallel2d.training.optimizer import build_optimizer, plan_groups
+from parallel2d.training.optimizer.learning_rate import set_learning_rate
 
 GROUPS = [
     {"pattern": "layers.*.wq.*", "lr_scale": 0.5, "weight_decay": 0.3},

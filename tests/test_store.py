@@ -31,7 +31,7 @@ from parallel2d.base.store.server import StoreServer
 from parallel2d.launch import main
 from parallel2d.launching import rendezvous
 from parallel2d.launching.failures import WorkersFailed
-from parallel2d.launching.round import State
+from parallel2d.launching.rendezvous_round import State
 
 SECRET = "the members of this job know this"
 

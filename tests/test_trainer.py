@@ -14,7 +14,8 @@ from torch import nn
 from workers import WorkerError
 
 from parallel2d.base.config import SchedulerConfig
-from parallel2d.training.optimizer import LossScaler, learning_rate
+from parallel2d.training.optimizer.learning_rate import learning_rate
+from parallel2d.training.optimizer.loss_scaler import LossScaler
 
 
 class Breaking(nn.Module):

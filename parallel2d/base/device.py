@@ -148,7 +148,10 @@ def properties_of_all() -> list[Any]:
     """Return the properties of each accelerator that this process can use: at least ``name`` and
     ``total_memory``."""
     kind = accelerator_type()
-    return [_module(kind).get_device_properties(index) for index in range(device_count())]
+    found: list[Any] = []
+    for index in range(device_count()):
+        found.append(_module(kind).get_device_properties(index))
+    return found
 
 
 def name_of(device: torch.device) -> str:

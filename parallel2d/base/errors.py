@@ -28,9 +28,14 @@ def nearest_matches(
     """Return up to ``count`` of ``choices``, the most similar to ``word`` first. ``alike``: the
     smallest similarity, from 0 to 1 (`difflib.get_close_matches`)."""
     # Case is ignored.
-    words = {str(choice).lower(): str(choice) for choice in choices}
+    words = {}
+    for choice in choices:
+        words[str(choice).lower()] = str(choice)
     found = difflib.get_close_matches(str(word).lower(), words, n=count, cutoff=alike)
-    return [words[each] for each in found]
+    matches: list[str] = []
+    for each in found:
+        matches.append(words[each])
+    return matches
 
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import agreed, current, first_rank, present_ranks
+from parallel2d.base.replicas import agreed, current, first_rank, is_present, present_ranks
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -73,7 +73,8 @@ def group_of_members() -> dist.ProcessGroup | None:
 
 def members() -> list[int]:
     """Return the global ranks that `all_gather` asks, in the order of its values."""
-    return dist.get_process_group_ranks(_members.get() or dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(_members.get() or dist.group.WORLD)
+    return list(filter(is_present, ranks))  # failed ranks have no value
 
 
 def leader(group: dist.ProcessGroup | None = None) -> int:
@@ -148,21 +149,34 @@ def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     device = _device(group)
     data = _encoded(value, device)
     ranks = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    lengths = []
+    for _ in range(ranks):
+        lengths.append(torch.zeros(1, dtype=torch.int64, device=device))
     dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
-    sizes = [int(length) for length in lengths]
+    sizes = list(map(int, lengths))
     # Gathering needs tensors of one shape: pad with zeros to the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
-    received = [torch.zeros_like(own) for _ in sizes]
+    received = []
+    for _ in sizes:
+        received.append(torch.zeros_like(own))
     dist.all_gather(received, own, group=group)
-    return [each[:size] for each, size in zip(received, sizes, strict=True)]
+    found: list[Tensor] = []
+    for each, size in zip(received, sizes, strict=True):
+        found.append(each[:size])
+    return found
 
 
 def _decoded(received: list[Tensor]) -> list[Any]:
-    data_of_all = [part.cpu().numpy().tobytes() for part in received]
+    data_of_all = []
+    for part in received:
+        data_of_all.append(part.cpu().numpy().tobytes())
     # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
-    return [decode(data) for data in data_of_all if data[:1].strip(b"\0")]
+    found: list[Any] = []
+    for data in data_of_all:
+        if data[:1].strip(b"\0"):
+            found.append(decode(data))
+    return found
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -204,14 +218,18 @@ def _restored(entry: dict[str, Any]) -> Any:
 def _arguments(value: Any) -> Iterable[Any]:
     """Return the constructor arguments that make an equal copy of a registered ``value``."""
     if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+        arguments = []
+        for field in dataclasses.fields(value):
+            if field.init:
+                arguments.append(getattr(value, field.name))
+        return arguments
     if isinstance(value, BaseException):
         return [str(value)]
     return value  # a named tuple
 
 
 def _items(value: Iterable[Any]) -> list[Any]:
-    return [_plain(item) for item in value]
+    return list(map(_plain, value))
 
 
 def _tensor_parts(value: Tensor) -> list[Any]:

@@ -200,7 +200,7 @@ class Topology:
 
     def describe(self) -> str:
         """Return ``2 hosts with 4 ranks each`` or ``2 hosts with 4, 2 ranks``, for messages."""
-        sizes = [len(ranks) for ranks in self.ranks_by_host.values()]
+        sizes = list(map(len, self.ranks_by_host.values()))
         if len(set(sizes)) != 1:
             return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"
         # From here on every host has as many ranks as the first.

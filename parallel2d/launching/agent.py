@@ -49,7 +49,7 @@ from parallel2d.launching.lost_replicas import LostReplicas
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.processes import Signalled
 from parallel2d.launching.rendezvous import Rendezvous
-from parallel2d.launching.round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
+from parallel2d.launching.rendezvous_round import FIRST_CALL_S, LAST_CALL_S, JobDone, Round
 from parallel2d.launching.shared_job import folder_errors_explained
 
 LONGEST_PAUSE_S = 60.0
@@ -122,7 +122,9 @@ def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
         places[MEMORY_DIR] = SHARED_MEMORY
     with folder_errors_explained():
-        paths = {name: folders.open_folder(os.getpid(), place) for name, place in places.items()}
+        paths = {}
+        for name, place in places.items():
+            paths[name] = folders.open_folder(os.getpid(), place)
     before = dict(os.environ)
     os.environ.update(environment, **paths)
     try:
@@ -240,7 +242,9 @@ class _Node:
         environments = []
         for local, rank in enumerate(ranks):
             of_one = {"RANK": rank, "LOCAL_RANK": local, INCARNATION: lives.get(rank, 0)}
-            given = {name: str(value) for name, value in {**of_all, **of_one}.items()}
+            given = {}
+            for name, value in {**of_all, **of_one}.items():
+                given[name] = str(value)
             environments.append({**os.environ, **given})
         self.ranks.start(self.workers.starts, environments)
         self.workers.starts += 1

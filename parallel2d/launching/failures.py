@@ -116,7 +116,10 @@ class RankFailure:
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     """Return the earliest of the failures of one node, given in the order of their detection."""
-    reported = [each for each in failures if each.error]
+    reported = []
+    for each in failures:
+        if each.error:
+            reported.append(each)
     killed = [each for each in failures if each.was_killed]
     # A killed rank leaves no error file, and its peers report only a broken connection.
     if killed and all(map(attrgetter("lost_a_peer"), reported)):

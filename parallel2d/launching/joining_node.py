@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, Events
-from parallel2d.launching.round import Launcher, Round, State
+from parallel2d.launching.rendezvous_round import Launcher, Round, State
 from parallel2d.launching.shared_job import PUBLISHED
 from parallel2d.training.run_directory.start import has_owner
 
@@ -42,7 +42,10 @@ class JoiningNode:
         state = self._round.state
         if not all(self._round.is_known(each.name) for each in state.members):
             return state
-        lost = [each for each in state.members if self._round.has_timed_out(each.name)]
+        lost = []
+        for each in state.members:
+            if self._round.has_timed_out(each.name):
+                lost.append(each)
         if len(lost) == len(state.members):
             return self._round.next(after_failure=True)
         store = PrefixStore(state.prefix, self._store)

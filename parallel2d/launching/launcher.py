@@ -225,4 +225,8 @@ def _defaults(nproc: int, interface: str) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **dict.fromkeys((GLOO, NCCL), interface),
     }
-    return {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    defaults: dict[str, str] = {}
+    for name, value in wanted.items():
+        if not os.environ.get(name):
+            defaults[name] = value
+    return defaults

@@ -22,7 +22,7 @@ from parallel2d.base.replicas.states import LEFT_OUT
 from parallel2d.base.topology import INCARNATION
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
-from parallel2d.launching.round import Round
+from parallel2d.launching.rendezvous_round import Round
 
 _LONGEST_PAUSE_S = 60.0  # before a replica restarts
 
@@ -148,7 +148,7 @@ class LostReplicas:
         """True if all replicas of this launcher have left, and the others continue."""
         with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
             self._events.read_all()
-        own = [self._member(local) for local in self._ranks.numbers] if self._replicas else []
+        own = list(map(self._member, self._ranks.numbers)) if self._replicas else []
         return bool(own) and all(map(self._is_dead, own))
 
     def _is_of_the_job(self, failure: RankFailure) -> bool:
@@ -219,14 +219,20 @@ class LostReplicas:
         """End the remaining ranks of a replica, and restart it after a pause. The first pause is
         zero; after repeated failures within a minute it doubles."""
         numbers = self._ranks.numbers
-        mine = [local for local, rank in numbers.items() if rank in self._replicas[number]]
+        mine = []
+        for local, rank in numbers.items():
+            if rank in self._replicas[number]:
+                mine.append(local)
         now = time.monotonic()
         ends_by = self._ends_by.setdefault(number, now + GRACE_AFTER_FAILURE_S)
         if now < ends_by and any(self._ranks.processes[each].poll() is None for each in mine):
             return
         for local in mine:
             self._ranks.processes[local].close(signal.SIGKILL)
-        started = [at for at in self._starts.get(number, ()) if at > now - _LONGEST_PAUSE_S]
+        started = []
+        for at in self._starts.get(number, ()):
+            if at > now - _LONGEST_PAUSE_S:
+                started.append(at)
         if mine and len(started) > 2 and now < started[-1] + 2.0 ** (len(started) - 2):
             return
         self._starts[number] = [*started, now]

@@ -51,7 +51,9 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.env
     present, targets = list_interfaces(), resolve(endpoint_host)
     listing = ", ".join(map("{0.name} ({0.address})".format, present)) or "none that is up"
     routed = _routed(targets, present)
-    values = {name: environment.get(name, "").strip(" ,") for name in (GLOO, NCCL)}
+    values = {}
+    for name in (GLOO, NCCL):
+        values[name] = environment.get(name, "").strip(" ,")
     variable = next(filter(values.get, values), "")
     matches, value = _MATCHES[variable], values.get(variable, "")
     allowed = [each for each in present if matches(value, each.name)]
@@ -83,7 +85,9 @@ def matches_nccl(pattern: str, name: str) -> bool:
     exclude = pattern.strip().startswith("^")
     words = pattern.strip().removeprefix("^")
     # NCCL takes the text after a colon for a port number, which interfaces do not have.
-    listed = [word.partition(":")[0].strip() for word in words.removeprefix("=").split(",")]
+    listed = []
+    for word in words.removeprefix("=").split(","):
+        listed.append(word.partition(":")[0].strip())
     alternatives = tuple(filter(None, listed))
     found = name in listed if words.startswith("=") else name.startswith(alternatives)
     return found != exclude
@@ -120,7 +124,9 @@ def _routed(
     """Return the interface in ``present`` that leads to the first of ``targets`` with a route, or
     None. Connecting a datagram socket sends nothing: the kernel looks up the route and sets the
     socket's own address."""
-    by_address = {each.address: each for each in present}
+    by_address = {}
+    for each in present:
+        by_address[each.address] = each
     for family, _, target in targets:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:

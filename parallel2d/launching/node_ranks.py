@@ -64,7 +64,9 @@ class NodeRanks:
         logs: list[str | None] = [None, None]
         if self._has_logs and local > 0:
             folder = os.path.dirname(report)
-            logs = [os.path.join(folder, name) for name in ("stdout.log", "stderr.log")]
+            logs = []
+            for name in ("stdout.log", "stderr.log"):
+                logs.append(os.path.join(folder, name))
         self.processes[local] = start_rank(self._main, self._words, environment, *logs)
 
     def codes(self) -> list[int | None]:
@@ -92,7 +94,10 @@ class NodeRanks:
         """Send the signal to all running ranks, and kill ranks that still run after ``grace_s``
         seconds. ``poll`` is called repeatedly while they run."""
         for sent, seconds in ((number, grace_s), (signal.SIGKILL, GRACE_AFTER_FAILURE_S)):
-            running = [each for each in self.processes.values() if each.poll() is None]
+            running = []
+            for each in self.processes.values():
+                if each.poll() is None:
+                    running.append(each)
             for process in running:
                 process.close(sent)
             # A process that is blocked in the kernel does not end even when it is killed.

@@ -49,7 +49,9 @@ def signals_raised() -> Iterator[None]:
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {n: signal.signal(n, stop) for n in BATCH_SIGNALS - {signal.SIGUSR2}}
+        before = {}
+        for n in BATCH_SIGNALS - {signal.SIGUSR2}:
+            before[n] = signal.signal(n, stop)
     try:
         yield
     finally:

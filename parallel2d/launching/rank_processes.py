@@ -83,7 +83,7 @@ class _RankServer:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         program = (
-            f"import sys; sys.argv, sys.path = {sys.argv}, {[os.fspath(path) for path in sys.path]}"
+            f"import sys; sys.argv, sys.path = {sys.argv}, {list(map(os.fspath, sys.path))}"
             "\nfrom parallel2d.launching.rank_processes import serve"
             f"\nserve({theirs.fileno()}, {os.getpid()}, {PRELOADED})"
         )
@@ -138,7 +138,7 @@ def start_rank(
         stdout, stderr: files; None for this process's streams.
     """
     start_server()
-    place = [os.getcwd(), [os.fspath(path) for path in sys.path]]
+    place = [os.getcwd(), list(map(os.fspath, sys.path))]
     request = [main, list(words), dict(environment), [stdout, stderr], *place]
     ours, theirs = socket.socketpair()
     pid = b""

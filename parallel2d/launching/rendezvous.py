@@ -92,7 +92,9 @@ def find_rendezvous(config: LaunchConfig) -> Rendezvous:
         interface = choose_interface(host)
         server = None
         if owns_address(host):
-            addresses = [address for _, address, _ in resolve(host)]
+            addresses = []
+            for _, address, _ in resolve(host):
+                addresses.append(address)
             if config.node_range[1] > 1 and all(map(is_loopback, addresses)):
                 raise ConfigError(
                     f"{host} is {addresses[0]} on this machine, which no other node reaches; give "

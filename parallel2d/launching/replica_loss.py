@@ -110,8 +110,11 @@ def _limits_of_nccl(
     local = identity.world_size // identity.nodes
     topology = Topology.equal_hosts(identity.nodes, local)
     groups = resolve_mesh(config, topology).place(topology).flatten(1).T.tolist()
-    hosts = [[topology.hosts[rank] for rank in group] for group in groups]
-    if any(len(set(each)) < len(each) for each in hosts):
+    has_common_host = False
+    for group in groups:
+        hosts = [topology.hosts[rank] for rank in group]
+        has_common_host |= len(set(hosts)) < len(hosts)
+    if has_common_host:
         # They map memory of each other, which NCCL frees when it revokes a communicator.
         yield (
             "several GPUs of one host are in one replicate group, which nccl2 cannot lose one by "

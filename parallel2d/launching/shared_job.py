@@ -120,7 +120,9 @@ def _publish_job(
         store.set(f"parallel2d/recorded/{identity.node}", json.dumps([record, local]))
     if identity.rank != 0:
         return None
-    keys = [f"parallel2d/recorded/{node}" for node in range(identity.nodes)]
+    keys = []
+    for node in range(identity.nodes):
+        keys.append(f"parallel2d/recorded/{node}")
     records, sizes = zip(*map(json.loads, map(store.get, keys)), strict=True)
     earlier = next(filter(None, records), None)
     message: dict[str, Any] | None = None

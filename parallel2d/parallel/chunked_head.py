@@ -160,7 +160,10 @@ def find_head(model: nn.Module) -> str:
     blocks. Raises `ConfigError` when the model has none. The first forward of a `ChunkedHead`
     verifies the choice.
     """
-    linear = {id(each): fqn_of(name) for name, each in model.named_modules() if _is_plain(each)}
+    linear = {}
+    for name, each in model.named_modules():
+        if _is_plain(each):
+            linear[id(each)] = fqn_of(name)
     ask = getattr(model, "get_output_embeddings", lambda: None)
     head = ask()
     if head is not None:
@@ -220,7 +223,9 @@ class ChunkedHead:
         self.chunk = chunk
         self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
-        by_name = {fqn_of(path): each for path, each in model.named_modules()}
+        by_name = {}
+        for path, each in model.named_modules():
+            by_name[fqn_of(path)] = each
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
             raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")
@@ -333,7 +338,7 @@ class ChunkedHead:
             return value
 
         shorter = {name: cut(value) for name, value in options.items()}
-        return [cut(value) for value in inputs], shorter, cut(targets)
+        return list(map(cut, inputs)), shorter, cut(targets)
 
     def _call(
         self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]

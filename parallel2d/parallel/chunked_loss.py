@@ -68,7 +68,10 @@ class Operation:
     def key(self) -> list[Any]:
         """Key, equal for operations of equal name and arguments; tensors compare by identity."""
         values = [self.name, *self.args, *chain.from_iterable(self.kwargs.items())]
-        return [id(value) if isinstance(value, Tensor) else value for value in values]
+        found: list[Any] = []
+        for value in values:
+            found.append(id(value) if isinstance(value, Tensor) else value)
+        return found
 
 
 def apply_all(operations: Sequence[Operation], value: Tensor) -> Tensor:

@@ -99,7 +99,9 @@ def without_partial(gradient: DTensor) -> DTensor:
     """Return ``gradient`` with partial sums reduced; collective if any sum is partial."""
     if not any(map(Placement.is_partial, gradient.placements)):
         return gradient
-    whole = [Replicate() if isinstance(each, Partial) else each for each in gradient.placements]
+    whole = []
+    for each in gradient.placements:
+        whole.append(Replicate() if isinstance(each, Partial) else each)
     return gradient.redistribute(placements=whole)
 
 

@@ -195,7 +195,9 @@ def sums_of_rows(
     """Return the log-sum-exp and the target's logit of each row, in fp32 at least. ``group``: the
     ranks with the other columns; None: this rank has all columns. Collective over ``group``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    sums_of_pieces = [logits[rows].to(dtype).logsumexp(1) for rows in row_pieces(logits)]
+    sums_of_pieces = []
+    for rows in row_pieces(logits):
+        sums_of_pieces.append(logits[rows].to(dtype).logsumexp(1))
     log_sum = sums_of_pieces[0] if len(sums_of_pieces) == 1 else torch.cat(sums_of_pieces)
     # Under `loss_chunks` fewer rows were computed.
     logits, places = logits[: len(log_sum)], places.at(slice(len(log_sum)))
@@ -270,4 +272,7 @@ def row_pieces(values: Tensor) -> list[slice]:
     elements = _elements or chunk_elements(values.device.type)
     step = max(1, elements // max(values.shape[1], 1))
     starts = range(0, max(len(values), 1), step)
-    return [slice(start, start + step) for start in (starts[:1] if _first_alone else starts)]
+    pieces: list[slice] = []
+    for start in starts[:1] if _first_alone else starts:
+        pieces.append(slice(start, start + step))
+    return pieces

@@ -185,7 +185,9 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
     an engine has separate groups, and `DTensor` uses the groups of an earlier mesh that is equal to
     this mesh.
     """
-    found = {group_of(mesh, axis): axis for axis in axis_names(mesh)}
+    found = {}
+    for axis in axis_names(mesh):
+        found[group_of(mesh, axis)] = axis
     by_ranks: dict[tuple[int, ...], str] = {}
     for group, axis in found.items():
         # Of axes with equal ranks the first one shards the parameters.

@@ -61,9 +61,14 @@ class MeshSpec:
         self.refuse_contradiction(strategy)
         replicate, shard, notes = self._resolve_data_axes(strategy, topology, inner)
         if replicate * shard != rest:
-            pairs = [f"{n} x {rest // n}" for n in range(1, rest + 1) if rest % n == 0]
+            pairs = []
+            for n in range(1, rest + 1):
+                if rest % n == 0:
+                    pairs.append(f"{n} x {rest // n}")
             shown = MeshShape(replicate, shard, inner.tensor, context=inner.context).shown
-            sizes = [f"mesh.{axis}={getattr(self, axis)}" for axis in shown]
+            sizes = []
+            for axis in shown:
+                sizes.append(f"mesh.{axis}={getattr(self, axis)}")
             raise ConfigError(
                 f"{' x '.join(sizes)} does not fill the {world} ranks: replicate x shard "
                 f"must be {rest}, one of {', '.join(pairs)}"
@@ -79,7 +84,7 @@ class MeshSpec:
         hybrid keep their size, so that the model still fits, and only their number falls.
         """
         strategy = named_strategy(strategy)
-        sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+        sizes = list(map(len, topology.ranks_by_host.values()))
         # All nodes count as equal in size, with a size that divides the sizes of the live nodes.
         size = math.gcd(*sizes)
         if nodes * size == topology.world_size:
@@ -142,7 +147,7 @@ def _size_or(size: int | str, default: int) -> int:
 def _sizes_from_hosts(topology: Topology, inner: MeshShape) -> tuple[int, int, list[str]]:
     """Shard inside hosts, replicate across; one host gets the fewest replicas above one."""
     rest = topology.world_size // inner.world_size
-    sizes = [len(ranks) for ranks in topology.ranks_by_host.values()]
+    sizes = list(map(len, topology.ranks_by_host.values()))
     if len(sizes) <= 1:
         # The smallest divisor above 1, excluding the number itself: a prime number has none.
         replicate = next((n for n in range(2, rest) if rest % n == 0), 1)
@@ -243,7 +248,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
     Raises:
         ConfigError: a group crosses hosts although it fits inside one host.
     """
-    sizes = [len(members) for members in topology.ranks_by_host.values()]
+    sizes = list(map(len, topology.ranks_by_host.values()))
     largest = max(sizes)
     _, shard, context, tensor = ranks.shape
     warnings = []

@@ -53,7 +53,10 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     if type(module).__setattr__ is not nn.Module.__setattr__:
         return []
     registered = ("_parameters", "_modules", "_buffers")
-    plain = [(key, value) for key, value in vars(module).items() if key not in registered]
+    plain = []
+    for key, value in vars(module).items():
+        if key not in registered:
+            plain.append((key, value))
     return [*plain, *module._buffers.items()]
 
 
@@ -74,8 +77,13 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
         inner = (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
         # An empty cell belongs to a variable without a value.
-        cells = [each for each in value.__closure__ or () if each != CellType()]
-        closure = [each.cell_contents for each in cells]
+        cells = []
+        for each in value.__closure__ or ():
+            if each != CellType():
+                cells.append(each)
+        closure = []
+        for each in cells:
+            closure.append(each.cell_contents)
         inner = (value.__defaults__, value.__kwdefaults__, closure)
     # Other objects are not opened: their attributes may run code.
     if id(value) not in outer:
@@ -196,7 +204,11 @@ Ties = list[list[tuple[nn.Module, str]]]
 
 def tied_parameters(model: nn.Module) -> Ties:
     """Return groups of (module, attribute) that are one parameter."""
-    return [group for group in places_in(model.modules()).values() if len(group) > 1]
+    parameters = []
+    for group in places_in(model.modules()).values():
+        if len(group) > 1:
+            parameters.append(group)
+    return parameters
 
 
 def tie_again(ties: Ties) -> None:
@@ -269,7 +281,7 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     embeddings: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            embeddings.update(id(parameter) for parameter in module.parameters())
+            embeddings.update(map(id, module.parameters()))
     found: set[str] = set()
     for block_name, block in find_blocks(model):
         # A single layer is skipped. A block may own parameters directly, such as the scale of its
@@ -290,7 +302,9 @@ def _blocks_of_policy(
     chosen = policy
     if isinstance(chosen, str):
         chosen = load_reference(f"{section}.policy", chosen)
-    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
+    names = {}
+    for name, module in model.named_modules():
+        names[id(module)] = fqn_of(name)
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
         # The policy gets only modules with parameters: dropout is never a block.
@@ -308,7 +322,10 @@ def _blocks_of_policy(
 def _blocks_of_classes(
     model: nn.Module, class_names: Sequence[str], section: str
 ) -> list[tuple[str, nn.Module]]:
-    classes = [name for name in class_names if not isinstance(name, str)]
+    classes: list[object] = []
+    for name in class_names:
+        if not isinstance(name, str):
+            classes.append(name)
     if classes:
         raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
 
@@ -316,8 +333,12 @@ def _blocks_of_classes(
         return type(child).__name__ in class_names
 
     found = _outermost(model, is_block)
-    found_classes = {type(module).__name__ for _, module in found}
-    all_classes = {type(module).__name__ for module in model.modules()}
+    found_classes = set()
+    for _, module in found:
+        found_classes.add(type(module).__name__)
+    all_classes = set()
+    for module in model.modules():
+        all_classes.add(type(module).__name__)
     # A given class may occur only inside blocks of another given class.
     missing = set(class_names) - found_classes
     misspelled = missing - all_classes

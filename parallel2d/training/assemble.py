@@ -49,7 +49,8 @@ from parallel2d.training.model_families import (
     name_of_head,
     plan_tensor_axis,
 )
-from parallel2d.training.optimizer import build_optimizer, learning_rate, muon_names, plan_groups
+from parallel2d.training.optimizer import build_optimizer, muon_names, plan_groups
+from parallel2d.training.optimizer.learning_rate import learning_rate
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
 from parallel2d.training.run_directory.start import OwnershipLock, accept_start, read_segments
 from parallel2d.training.trainer import Trainer

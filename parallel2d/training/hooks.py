@@ -144,9 +144,15 @@ def check_hooks(entries: Sequence[Any]) -> None:
 def _check_methods(reference: str, kind: type[Hook]) -> None:
     """Raises `ConfigError` for a method with almost the name of one that the trainer calls, and as
     many parameters."""
-    called = {name: each for name, each in vars(Hook).items() if inspect.isfunction(each)}
+    called = {}
+    for name, each in vars(Hook).items():
+        if inspect.isfunction(each):
+            called[name] = each
     for base in kind.__mro__[: kind.__mro__.index(Hook)]:
-        own = {name: each for name, each in vars(base).items() if inspect.isfunction(each)}
+        own = {}
+        for name, each in vars(base).items():
+            if inspect.isfunction(each):
+                own[name] = each
         for name in own.keys() - called.keys():
             near = nearest_matches(name, called, count=1)
             parameters = len(inspect.signature(own[name]).parameters)
@@ -185,7 +191,7 @@ class HookCalls:
         self.hooks = list(hooks)
         self.run = run
         sets = run.config.data.validation
-        self._taken = _TAKEN | {keys.set_loss_key(name) for name in sets}
+        self._taken = _TAKEN | set(map(keys.set_loss_key, sets))
         # Results of this rank since the last exchange
         self._metrics: dict[str, tuple[float, float]] = {}  # sum and count
         self._given_by: dict[str, Hook] = {}
@@ -384,7 +390,7 @@ class SampleText(Hook):
         loaded = self._loaded
         assert loaded is not None, "start() comes first"
         generator = torch.Generator().manual_seed((run.config.train.seed + step) % 2**63)
-        ids = [int(token) for token in loaded.encode([self.prompt])[0]]
+        ids = list(map(int, loaded.encode([self.prompt])[0]))
         begin = len(ids)
         with outer_parameters(run.model), undisturbed(run.model):
             # All ranks run the same collectives: the number of forwards does not depend on text.

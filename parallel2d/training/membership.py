@@ -106,7 +106,9 @@ class StepQuorum:
             return
         with quorum.isolated():
             warm_up()
-            followers = {type(each.updates) for each in engines_in(self._model)}
+            followers = set()
+            for each in engines_in(self._model):
+                followers.add(type(each.updates))
             if followers <= {UpdateFollower}:  # the update has no traffic between replicas
                 self._optimizer.step()
                 self._optimizer.state.clear()  # the donor may lack the state of some parameters

@@ -84,7 +84,10 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
 
     Numbers must be finite, in range, and consistent with each other.
     """
-    problems = [f"{key} is missing" for key in ("scaler", "data_fingerprint") if key not in state]
+    problems = []
+    for key in ("scaler", "data_fingerprint"):
+        if key not in state:
+            problems.append(f"{key} is missing")
     for item in fields(Progress):
         value = state.get(item.name)
         if not is_count(value, LARGEST_COUNT):
@@ -93,7 +96,9 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
     if problems:  # the checks below compare these numbers
         return problems
     fingerprint = state["data_fingerprint"]
-    counts = {name: state[name] for name in ("skipped_in_a_row", "skipped", "step", "samples")}
+    counts = {}
+    for name in ("skipped_in_a_row", "skipped", "step", "samples"):
+        counts[name] = state[name]
     listed = ", ".join(f"{name} {value}" for name, value in counts.items())
     ascending = list(counts.values()) == sorted(counts.values())
     is_text = isinstance(fingerprint, str) and len(fingerprint) <= 1000
@@ -111,14 +116,20 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
 
 def _unmet(*checks: tuple[bool, str]) -> list[str]:
     """Return the sentences of the failed checks."""
-    return [problem for holds, problem in checks if not holds]
+    found: list[str] = []
+    for holds, problem in checks:
+        if not holds:
+            found.append(problem)
+    return found
 
 
 def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
     if not isinstance(scaler, Mapping) or set(scaler) != {"scale", "good_steps"}:
         return ["scaler is not scale and good_steps"]
     scale, good = scaler["scale"], scaler["good_steps"]
-    shown = [printable(repr(value), 40) for value in (scale, good)]
+    shown = []
+    for value in (scale, good):
+        shown.append(printable(repr(value), 40))
     in_range = is_number(scale) and 1 <= scale <= LARGEST_SCALE
     return _unmet(
         (in_range, f"scale is {shown[0]}, not a number from 1 to 2**24"),
@@ -130,7 +141,9 @@ def problems_of_best(name: str, state: Any, step: int) -> list[str]:
     """Return the problems of ``state``: None, or a `BestMetric` as a dict after ``step``."""
     if state is None:
         return []
-    names = {item.name for item in fields(BestMetric)}
+    names = set()
+    for item in fields(BestMetric):
+        names.add(item.name)
     if not isinstance(state, Mapping) or set(state) != names:
         return [f"{name} is not {', '.join(sorted(names))}"]
     metric = state["metric"]
@@ -219,7 +232,9 @@ class WatchedMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``best``, if a value exists, and ``stop``."""
-        state = {name: asdict(watched) for name, watched in self._watched.items()}
+        state = {}
+        for name, watched in self._watched.items():
+            state[name] = asdict(watched)
         if "best" in state and not state["best"]["step"]:
             del state["best"]
         return state

@@ -262,7 +262,11 @@ def _charts(facts: RunFacts) -> list[str]:
         "device": facts.device.type != "cpu",
         "replicas": current() is not None,
     }
-    return [name for name, is_measured in has_data.items() if is_measured]
+    charts: list[str] = []
+    for name, is_measured in has_data.items():
+        if is_measured:
+            charts.append(name)
+    return charts
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:
@@ -278,7 +282,10 @@ def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first
     # Replicas that train independently exchange nothing in most steps.
     if not facts.layout.method.replicas_equal:
         del predicted["comm/replicate/bytes"]
-    slow = [axis for axis in AXES if crossing_group(facts.ranks, axis, facts.topology)]
+    slow = []
+    for axis in AXES:
+        if crossing_group(facts.ranks, axis, facts.topology):
+            slow.append(axis)
     streams = functools.partial(streams_of_collectives, model)
     flops, batch = facts.flops_per_sequence, config.train.global_batch_size
     profile = config.profile

@@ -74,7 +74,10 @@ class Sender:
         described, blocks = pack(local_parts(tensors))
         self._blocks = list(map(bytes_of, blocks))
         # The first block is the header, and each tensor that has values here is one more.
-        held = [name for name, each in described.items() if each.chunks]
+        held = []
+        for name, each in described.items():
+            if each.chunks:
+                held.append(name)
         ids = set(map(id, model.buffers()))
         self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
         self._manifest = Manifest(
@@ -90,7 +93,9 @@ class Sender:
     def _send_first(self) -> bool:
         """Sends all but the buffers; false where a replica was lost meanwhile."""
         self._send = send = self._replicas.link(self._joiner)
-        sizes = [block.numel() for block in self._blocks]
+        sizes = []
+        for block in self._blocks:
+            sizes.append(block.numel())
         data = as_bytes(encode([self._manifest, sizes, self._buffers]).encode())
         first, _ = _divided(self._blocks, self._buffers)
         return all(map(send, [torch.tensor([len(data)]), data, *first]))
@@ -174,9 +179,15 @@ class KeptBuffers:
             self._buffers[index].copy_(self._kept[index][1])
 
     def _written(self) -> list[int]:
-        versions = [each._version for each in self._buffers]
+        versions = []
+        for each in self._buffers:
+            versions.append(each._version)
         kept = [self._kept.get(index, (None,))[0] for index in range(len(versions))]
-        return [index for index, now in enumerate(versions) if now != kept[index]]
+        found: list[int] = []
+        for index, now in enumerate(versions):
+            if now != kept[index]:
+                found.append(index)
+        return found
 
 
 def start_senders(
@@ -184,11 +195,17 @@ def start_senders(
 ) -> list[Sender]:
     """One for each replica that has joined, where this one is their donor."""
     joined = replicas.joined if replicas.replica == replicas.donor else []
-    return [Sender(model, optimizer, replicas, joiner, state) for joiner in joined]
+    senders: list[Sender] = []
+    for joiner in joined:
+        senders.append(Sender(model, optimizer, replicas, joiner, state))
+    return senders
 
 
 def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """The ``blocks``, and those at the positions ``last``."""
     is_last = set(last)
-    first = [block for at, block in enumerate(blocks) if at not in is_last]
+    first = []
+    for at, block in enumerate(blocks):
+        if at not in is_last:
+            first.append(block)
     return first, [blocks[at] for at in last]

@@ -68,7 +68,10 @@ class StepStatus:
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # The status vector contains the used parameters, if the engine can wait for them.
-        able = [each for each in engines_in(model) if each.may_defer_status]
+        able = []
+        for each in engines_in(model):
+            if each.may_defer_status:
+                able.append(each)
         self._used = next(iter(able), None)
         if self._used is not None:
             self._used.defer_status()
@@ -160,7 +163,10 @@ class StepStatus:
         norms = (squares.sqrt() / loss_scale).tolist()
         live_replicas = live_ranks / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
-        asked = [rank for rank, row in enumerate(by_rank) if row[0]]
+        asked = []
+        for rank, row in enumerate(by_rank):
+            if row[0]:
+                asked.append(rank)
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
             grad_norm=sum(norms) / live_replicas if finite else math.nan,

@@ -38,7 +38,8 @@ from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
 from parallel2d.training.membership import StepQuorum
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
-from parallel2d.training.optimizer import LossScaler, learning_rate, set_learning_rate
+from parallel2d.training.optimizer.learning_rate import learning_rate, set_learning_rate
+from parallel2d.training.optimizer.loss_scaler import LossScaler
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
 from parallel2d.training.step_status import RankStatus, StepStatus
 from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
@@ -166,9 +167,9 @@ class Trainer(TrainerParts):
         `RunTakenOver` on rank 0.
         """
         begin, busy = time.perf_counter(), time.process_time()
+        self.clock.start()
         assignment = self._form_quorum(feed)
         self.recorder.start_step(self.progress.step + 1)
-        self.clock.start()
         batch = self._read_part(assignment, feed, again=False)
         while True:
             step = self.progress.step + 1
@@ -306,7 +307,9 @@ class Trainer(TrainerParts):
         begin = time.perf_counter()
         average_buffers(self.model)
         with outer_parameters(self.model):
-            losses = {key: self.validate(stream) for key, stream in self.validation_sets.items()}
+            losses = {}
+            for key, stream in self.validation_sets.items():
+                losses[key] = self.validate(stream)
         seconds["validation_s"] = time.perf_counter() - begin
         return losses
 

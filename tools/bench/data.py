@@ -33,9 +33,9 @@ import torch.distributed as dist
 from parallel2d.base.config import DataConfig
 from parallel2d.training.data.feed import BatchFeed, BatchPlan
 from parallel2d.training.data.opening import open_data
-from parallel2d.training.data.order import Order
 from parallel2d.training.data.prepare import folder_lock, prepare
 from parallel2d.training.data.reading import find_units, read_unit
+from parallel2d.training.data.sample_order import Order
 from parallel2d.training.data.tokenizer import load_tokenizer
 
 ROUNDS = 5

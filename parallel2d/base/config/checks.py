@@ -356,7 +356,8 @@ def _best(config: TrainConfig) -> _Problems:
         held_out = data.__dataclass_fields__["validation_fraction"]
         if data.validation_fraction or not is_read(data, held_out):
             measured.append("validation/loss")
-        measured += [f"validation/{name}/loss" for name in data.validation]
+        for name in data.validation:
+            measured.append(f"validation/{name}/loss")
     asked = {
         "train.stop.metric": train.stop.metric,
         "checkpoint.keep_best": config.checkpoint.keep_best,

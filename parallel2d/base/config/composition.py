@@ -151,7 +151,10 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
         raise ConfigError(first_line(error)) from None
     # Keys that ++key=value added: the conversion drops keys that the dataclasses do not have.
     keys = dotted_keys(composed)
-    unknown = [key for key, is_known in keys.items() if not is_known]
+    unknown = []
+    for key, is_known in keys.items():
+        if not is_known:
+            unknown.append(key)
     if unknown:
         known = [key for key in keys if not key.startswith(tuple(unknown))]
         raise ConfigError("\n".join(unknown_key(key, key, known, {}) for key in unknown))
@@ -165,7 +168,10 @@ def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[
     Raises:
         ConfigError: for overrides that do not compose.
     """
-    chosen = [word for word in parsed.overrides if not may_sweep([word])]
+    chosen = []
+    for word in parsed.overrides:
+        if not may_sweep([word]):
+            chosen.append(word)
     with explain_override_errors(parsed), initialized(parsed.config_dir) as hydra_instance:
         composed = hydra_instance.compose_config(parsed.config_name, chosen, RunMode.RUN)
         groups = choices_by_group(hydra_instance.config_loader)

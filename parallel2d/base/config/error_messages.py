@@ -44,7 +44,9 @@ def explain(parsed: argparse.Namespace, error: Exception) -> str:
         except (HydraException, OmegaConfBaseException, ValueError):
             wrong = wrong or list(_wrong_in_files(parsed, chosen, groups))
             return "\n".join(wrong) or first_line(error)
-        tried = [_try_value(base, groups, override) for override in values]
+        tried = []
+        for override in values:
+            tried.append(_try_value(base, groups, override))
     return "\n".join([*wrong, *filter(None, tried)]) or first_line(error)
 
 
@@ -54,8 +56,13 @@ def _wrong_in_files(
     """Lines about the files of ``--config-dir`` that are chosen: an experiment, and the main file
     in the place of ours."""
     names = [parsed.config_name] if parsed.config_name != "train" else []
-    names += [word.replace("=", "/", 1) for word in chosen if word.startswith("experiment=")]
-    others = [word for word in chosen if not word.startswith("experiment=")]
+    for word in chosen:
+        if word.startswith("experiment="):
+            names.append(word.replace("=", "/", 1))
+    others = []
+    for word in chosen:
+        if not word.startswith("experiment="):
+            others.append(word)
     for name in names:
         path = os.path.join(parsed.config_dir or "", f"{name}.yaml")
         if os.path.isfile(path):
@@ -133,8 +140,12 @@ def _read(
         if key in groups:
             text = override.get_value_string()
             choices = [part.strip() for part in text.split(",")] if is_sweep else [text]
-            unknown = [choice for choice in choices if choice not in groups[key]]
-            wrong += [_unknown_choice(key, choice, groups[key]) for choice in unknown]
+            unknown = []
+            for choice in choices:
+                if choice not in groups[key]:
+                    unknown.append(choice)
+            for choice in unknown:
+                wrong.append(_unknown_choice(key, choice, groups[key]))
             # Every choice of a sweep has the same keys.
             if not unknown and not is_sweep:
                 chosen.append(f"{key}={text}")
@@ -219,7 +230,10 @@ def unknown_key(
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     if section == "model" and f"model.{name}" not in keys:
-        owners = [family for family, kind in FAMILIES.items() if name in vars(kind())]
+        owners = []
+        for family, kind in FAMILIES.items():
+            if name in vars(kind()):
+                owners.append(family)
         if owners:
             return f"{line}: models of family {' or '.join(owners)} have it"
     # A key with a similar full name is a better guess than a key with a similar last part.
@@ -235,11 +249,16 @@ def near_last_part(key: str, keys: Collection[str]) -> str:
     """Return a suggestion by the last part, as `did_you_mean`: ``steps`` is train.steps or
     profile.steps. For a key of a group only keys of this group are suggested."""
     parent, _, last = key.rpartition(".")
-    others = {other: other.rpartition(".")[2] for other in keys}
+    others = {}
+    for other in keys:
+        others[other] = other.rpartition(".")[2]
     if parent in keys:
         others = {other: name for other, name in others.items() if other == f"{parent}.{name}"}
     close = nearest_matches(last, others.values(), count=1)
-    meant = [other for other, name in others.items() if name in close]
+    meant = []
+    for other, name in others.items():
+        if name in close:
+            meant.append(other)
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 

@@ -109,7 +109,10 @@ def information(words: Sequence[str], program: str, purpose: str) -> str | None:
     if {"-h", "--help"}.isdisjoint(words):
         return None
     parsed = parse_arguments(words)
-    topics = [word for word in parsed.overrides if "=" not in word]
+    topics = []
+    for word in parsed.overrides:
+        if "=" not in word:
+            topics.append(word)
     parsed.overrides = [word for word in parsed.overrides if "=" in word]
     values, groups = survey(parsed)
     if not topics:

@@ -105,7 +105,10 @@ def value_problem(key: str, value: Any, item: Field[Any]) -> str | None:
 
 def _kinds(item: Field[Any]) -> list[str]:
     """Return the names of the field's types: ``list`` and ``None`` for ``list[int] | None``."""
-    return [kind.partition("[")[0] for kind in str(item.type).split(" | ")]
+    kinds: list[str] = []
+    for kind in str(item.type).split(" | "):
+        kinds.append(kind.partition("[")[0])
+    return kinds
 
 
 def _words(item: Field[Any]) -> tuple[str, ...]:
@@ -146,11 +149,14 @@ def allowed(item: Field[Any]) -> str:
         parts.append("or inf")
     if limits and "str" in kinds:
         kinds.remove("str")
-        parts += [f"or {word}" for word in _words(item)]
+        for word in _words(item):
+            parts.append(f"or {word}")
     # A float may be written as an integer.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
-    names = {kind: _types(kind)[0] for kind in kinds}
+    names = {}
+    for kind in kinds:
+        names[kind] = _types(kind)[0]
     if item.metadata.get("reference"):
         names[kinds[0]] = "package.module:name"
     return ", ".join([_either(list(names.values())), *parts])
@@ -161,7 +167,11 @@ def _either(words: list[str]) -> str:
 
 
 def _limits(constraint: Mapping[str, Any]) -> list[tuple[str, Callable[[Any, Any], bool], Any]]:
-    return [(*_BOUNDS[name], constraint[name]) for name in _BOUNDS if name in constraint]
+    limits: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
+    for name in _BOUNDS:
+        if name in constraint:
+            limits.append((*_BOUNDS[name], constraint[name]))
+    return limits
 
 
 def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str]:
@@ -217,7 +227,9 @@ def as_override(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(as_override, value))}]"
     if isinstance(value, dict):
-        inside = [f"{key}: {as_override(each)}" for key, each in value.items()]
+        inside = []
+        for key, each in value.items():
+            inside.append(f"{key}: {as_override(each)}")
         return f"{{{', '.join(inside)}}}"
     return str(value)
 

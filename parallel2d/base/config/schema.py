@@ -77,8 +77,8 @@ def initialized(config_dir: str | None = None) -> Iterator[Any]:
 
 def choices_by_group(loader: Any) -> dict[str, tuple[str, ...]]:
     """Return the choices of each config group. ``loader``: Hydra's config loader."""
-    return {
-        name: tuple(loader.get_group_options(name))
-        for name in loader.get_group_options("", ObjectType.GROUP)
-        if name not in ("hydra", _SCHEMA_GROUP)
-    }
+    found: dict[str, tuple[str, ...]] = {}
+    for name in loader.get_group_options("", ObjectType.GROUP):
+        if name not in ("hydra", _SCHEMA_GROUP):
+            found[name] = tuple(loader.get_group_options(name))
+    return found

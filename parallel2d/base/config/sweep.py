@@ -73,12 +73,17 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
 
 
 def _conclude(jobs: list[JobReturn]) -> None:
-    failed = [job for job in jobs if isinstance(job.return_value, Exception)]
+    failed = []
+    for job in jobs:
+        if isinstance(job.return_value, Exception):
+            failed.append(job)
     if len(jobs) > 1 and len(failed) < len(jobs):
         lines = map(files.for_terminal, table(jobs, "objective"))
         print("\n".join(lines), file=sys.stderr, flush=True)
     if len(failed) > 1:
-        told = [f"[{' '.join(job.overrides or ())}] {job.return_value}" for job in failed]
+        told = []
+        for job in failed:
+            told.append(f"[{' '.join(job.overrides or ())}] {job.return_value}")
         raise ConfigError("\n".join(told))
     if failed:
         raise failed[0].return_value
@@ -148,26 +153,40 @@ def _measured(job: JobReturn) -> dict[str, float]:
     path = os.path.join(hydra.hydra.runtime.output_dir, "summary.json")
     try:
         last = files.read_json(path)["last"]
-        numbers = {name: files.number(last.get(key)) for name, key in _SHOWN.items()}
+        numbers = {}
+        for name, key in _SHOWN.items():
+            numbers[name] = files.number(last.get(key))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {name: value for name, value in numbers.items() if not math.isnan(value)}
+    found: dict[str, float] = {}
+    for name, value in numbers.items():
+        if not math.isnan(value):
+            found[name] = value
+    return found
 
 
 def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
     """Return the lines of the table, best job first, without the overrides that all jobs share."""
     shared = set(jobs[0].overrides or ()).intersection(*(job.overrides or () for job in jobs))
     ranked = sorted(jobs, key=_place)
-    measured = [_measured(job) for job in ranked]
+    measured = list(map(_measured, ranked))
     # Columns without a measurement of any job are omitted.
-    columns = [name for name in _SHOWN if any(name in each for each in measured)]
+    columns = []
+    for name in _SHOWN:
+        if any(name in each for each in measured):
+            columns.append(name)
     rows = [("job", objective, *columns, "settings", "run directory")]
     for job, found in zip(ranked, measured, strict=True):
         rows.append(_row(job, found, columns, shared))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
     # The last column is not padded: lines have no trailing spaces.
     widths[-1] = 0
-    return ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    lines = []
+    for row in rows:
+        lines.append("  ".join(map(str.ljust, row, widths)))
+    return lines
 
 
 def _place(job: JobReturn) -> float:
@@ -183,7 +202,9 @@ def _row(
     value = "-" if job.return_value is None else "failed"
     if isinstance(job.return_value, float):
         value = f"{job.return_value:.6g}"
-    numbers = [f"{measured[name]:.4g}" if name in measured else "-" for name in columns]
+    numbers = []
+    for name in columns:
+        numbers.append(f"{measured[name]:.4g}" if name in measured else "-")
     own = " ".join(word for word in job.overrides or () if word not in shared)
     hydra: Any = job.hydra_cfg
     run_dir = os.path.relpath(hydra.hydra.runtime.output_dir)

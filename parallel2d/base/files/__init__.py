@@ -215,11 +215,17 @@ def remove_tree(path: str, *, must_succeed: bool = False) -> None:
 def _unlink_files(folder: int) -> list[str]:
     """Remove the files in an open folder; returns the names of its folders."""
     with os.scandir(folder) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        found = []
+        for entry in entries:
+            found.append((entry.name, entry.is_dir(follow_symlinks=False)))
     for name, is_folder in found:
         if not is_folder:
             os.unlink(name, dir_fd=folder)
-    return [name for name, is_folder in found if is_folder]
+    files: list[str] = []
+    for name, is_folder in found:
+        if is_folder:
+            files.append(name)
+    return files
 
 
 def _lift_folders(outer: int, name: str) -> None:
@@ -299,7 +305,11 @@ def _checked_folders(folder: str, ours: Container[str] | None) -> list[str]:
             raise OSError(errno.ELOOP, reason, entry.path)
         if ours is None or entry.name in ours:
             refuse_link(entry.path)
-    return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    folders: list[str] = []
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(entry.path)
+    return folders
 
 
 def printable(text: object, limit: int = 120) -> str:

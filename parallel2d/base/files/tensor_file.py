@@ -179,7 +179,9 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
     check_number(len(header), what)
     # Offsets in the header are relative to its end, where the values begin.
     base = 8 + length
-    found = {name: _read_entry(name, item, base, what) for name, item in header.items()}
+    found = {}
+    for name, item in header.items():
+        found[name] = _read_entry(name, item, base, what)
     position = base
     # Sorted by end too: an empty tensor precedes a tensor that begins at the same offset.
     for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):

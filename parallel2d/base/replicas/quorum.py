@@ -155,7 +155,9 @@ class Quorum:
             if self.ranks != ranks:
                 raise ConfigError("two meshes with different replicas; use equal sizes for both")
             return
-        found = [list(map(int, each)) for each in ranks]
+        found = []
+        for each in ranks:
+            found.append(list(map(int, each)))
         together = set(self.live_ranks)
         self.hosts = list(hosts)
         if self.rank == 0 and not self.incarnation:
@@ -163,7 +165,10 @@ class Quorum:
         self.ranks, self.phase = found, Phase.BUILDING
         self.replica = next(number for number, each in enumerate(found) if self.rank in each)
         self.place = found[self.replica].index(self.rank)
-        live = [number for number, each in enumerate(found) if together.issuperset(each)]
+        live = []
+        for number, each in enumerate(found):
+            if together.issuperset(each):
+                live.append(number)
         self.members = [(number, self.incarnation) for number in live]
         self._hierarchy = self.new_hierarchy(self.new_key(), self.timeout)
         # No rank destroys the group before all ranks have finished their collectives in it.
@@ -358,8 +363,8 @@ class Quorum:
         while True:
             record = self._next_record(self.epoch, admit, least)
             with self._lock:
-                self.members = [tuple(each) for each in record["members"]]
-                self.joined = [tuple(each) for each in record["joiners"]]
+                self.members = list(map(tuple, record["members"]))
+                self.joined = list(map(tuple, record["joiners"]))
                 self.links.enter(record["number"])
             self._check_members()
             self._started = self._agreed = record["agreed"]

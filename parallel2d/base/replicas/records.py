@@ -40,8 +40,13 @@ class Records:
         """Write the next record with at least ``least`` replicas, if all survivors of the
         ``members`` of quorum ``epoch`` have published their status, and it is the task of replica
         ``own``. False if no survivor has the state. ``needs_all``: see `next_record`."""
-        left = [each for each in members if each not in self._events.dead]
-        keys = [_STATUS.format(epoch, *each) for each in left]
+        left = []
+        for each in members:
+            if each not in self._events.dead:
+                left.append(each)
+        keys = []
+        for each in left:
+            keys.append(_STATUS.format(epoch, *each))
         if not self._store.check(keys):
             return True
         published = list(map(json.loads, map(self._store.get, keys)))
@@ -66,7 +71,10 @@ def next_record(
         joining: the replicas that wait to join.
         needs_all: True if members need no state, because all of them load a checkpoint.
     """
-    members = [each for each in survivors if needs_all or survivors[each]["has_state"]]
+    members = []
+    for each in survivors:
+        if needs_all or survivors[each]["has_state"]:
+            members.append(each)
     if not members:
         return None
     joiners: list[Member] = []

@@ -65,10 +65,10 @@ def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]
         ) from None
     found.sort(key=lambda item: item[0] != socket.AF_INET)
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
-    return [
-        (family, socket.getnameinfo(address, numeric)[0], address)
-        for family, _, _, _, address in found
-    ]
+    resolved: list[tuple[socket.AddressFamily, str, tuple[Any, ...]]] = []
+    for family, _, _, _, address in found:
+        resolved.append((family, socket.getnameinfo(address, numeric)[0], address))
+    return resolved
 
 
 def owns_address(host: str) -> bool:

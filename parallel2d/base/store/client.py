@@ -134,7 +134,9 @@ class StoreClient(Store):
 
     def _ask(self, *fields: str | bytes, late_s: float = 0.0) -> list[bytes]:
         """Send a request. Return the fields after ``ok`` of the answer, or None for ``late``."""
-        request = [field if isinstance(field, bytes) else field.encode() for field in fields]
+        request = []
+        for field in fields:
+            request.append(field if isinstance(field, bytes) else field.encode())
         answer_s = late_s + _ANSWER_S
         try:
             status, *answer = self._exchange(request, answer_s)

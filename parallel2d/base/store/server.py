@@ -148,7 +148,8 @@ class StoreServer:
             if not wait.over:
                 self._finish(wait, [b"late"])
         dues = [now + _LONGEST_WAIT_S, *itertools.islice(self._unproven.values(), 1)]
-        dues += [due for due, _, _ in self._deadlines[:1]]
+        for due, _, _ in self._deadlines[:1]:
+            dues.append(due)
         return min(dues) - now
 
     def _accept(self) -> None:
@@ -302,7 +303,10 @@ class StoreServer:
     def _forget(self, wait: _Wait) -> None:
         wait.over, wait.peer.wait = True, None
         for key in wait.missing:
-            others = [other for other in self._waiting.pop(key, ()) if other is not wait]
+            others = []
+            for other in self._waiting.pop(key, ()):
+                if other is not wait:
+                    others.append(other)
             if others:
                 self._waiting[key] = others
 
@@ -326,7 +330,10 @@ class StoreServer:
         return [b"ok"]
 
     def _delete_all(self, beginning: bytes) -> list[bytes]:
-        kept = {key: value for key, value in self._values.items() if not key.startswith(beginning)}
+        kept = {}
+        for key, value in self._values.items():
+            if not key.startswith(beginning):
+                kept[key] = value
         self._values = kept
         return [b"ok"]
 

@@ -177,7 +177,10 @@ class _CheckedSteps:
 
     def _buffers(self) -> dict[str, Tensor]:
         named = self._checked.model.named_buffers()
-        return {fqn_of(name): value.detach() for name, value in named}
+        buffers: dict[str, Tensor] = {}
+        for name, value in named:
+            buffers[fqn_of(name)] = value.detach()
+        return buffers
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -187,7 +190,9 @@ class _CheckedSteps:
         rank, first = dist.get_rank(), exchange.leader()
         replicas = 1 if self._outer is None else self._checked.shape.replicate
         leaders = self._checked.mesh.mesh.reshape(replicas, -1)[:, 0].tolist()
-        found: list[dict[str, Tensor]] = [{} for _ in leaders]
+        found: list[dict[str, Tensor]] = []
+        for _ in leaders:
+            found.append({})
         for name, tensor in tensors.items():
             own = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank == first:

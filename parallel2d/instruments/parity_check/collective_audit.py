@@ -36,7 +36,9 @@ class CollectiveAudit:
         mesh = self._checked.mesh
         for axis in axis_names(mesh):
             # A rank without collectives is included.
-            logs = [[each for each in log if each.axis == axis] for log in ranks]
+            logs = []
+            for log in ranks:
+                logs.append([each for each in log if each.axis == axis])
             if predictable and self._checked.method.replicas_equal:
                 found += self._other_bytes(step, axis, logs)
             positions = positions_in(mesh).reshape(ranks_of(mesh).shape)
@@ -54,10 +56,11 @@ class CollectiveAudit:
                 if each.dtype.is_floating_point and each.dtype.itemsize < least:
                     what = f"{describe(each)}; the configuration asks for {8 * least} bits"
                     senders[each.axis, what].add(rank)
-        return [
-            Discrepancy("collective", step, what, axis=axis, ranks=tuple(sorted(numbers)))
-            for (axis, what), numbers in senders.items()
-        ]
+        found = []
+        for (axis, what), numbers in senders.items():
+            by_rank = tuple(sorted(numbers))
+            found.append(Discrepancy("collective", step, what, axis=axis, ranks=by_rank))
+        return found
 
     def _least_bytes(self, each: LoggedCollective) -> int:
         """Return the smallest allowed size, in bytes, of a value in the collective."""
@@ -88,7 +91,9 @@ def _other_order(
 ) -> list[Discrepancy]:
     """Return a discrepancy if ranks of one group begin different collectives, or begin them in
     another order."""
-    sequences = [map(describe, logs[rank]) for rank in pair]
+    sequences = []
+    for rank in pair:
+        sequences.append(map(describe, logs[rank]))
     for number, (one, other) in enumerate(zip_longest(*sequences, fillvalue="nothing more"), 1):
         if one != other:
             what = f"number {number} is {one} on rank {pair[0]} and {other} on rank {pair[1]}"

@@ -148,7 +148,9 @@ class StepComparison:
             replica.take(found, found)
         self._run.sync.take(weights[0])
         for name in weights[0]:
-            regions = {each.held["weights"][name][1] for each in records}
+            regions = set()
+            for each in records:
+                regions.add(each.held["weights"][name][1])
             in_order = sorted(regions, key=lambda region: region.offsets)
             # Ranks without elements of the parameter hold no shard.
             self._run.sync.cuts[name] = [each for each in in_order if each.numel]
@@ -173,7 +175,9 @@ class StepComparison:
             self._norm_and_update(replica, whole["gradients"][replica], records)
         # Bytes are predicted for groups of modules that run once per micro-batch of training.
         runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
-        logs = [record.collectives for record in records]
+        logs = []
+        for record in records:
+            logs.append(record.collectives)
         for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
             self.report.add(each)
         self.report.collectives = dict(Counter(map(describe, logs[0])))
@@ -221,7 +225,9 @@ class StepComparison:
     ) -> None:
         """Compare the gradient norm, and update the reference with the clipped gradients of the
         ranks."""
-        sizes = {name: size_of(each) for name, each in gradients.items()}
+        sizes = {}
+        for name, each in gradients.items():
+            sizes[name] = size_of(each)
         wanted = math.hypot(*sizes.values())
         ranks = self._ranks.reshape(len(self._run.replicas), -1)[number].tolist()
         used = records[ranks[0]].used
@@ -283,12 +289,17 @@ class StepComparison:
                 for rank, record in enumerate(records):
                     group, region, value = record.held[what][name]
                     ranks[group, region][value].append(rank)
-                parts = [list(each.values()) for each in ranks.values() if len(each) > 1]
+                parts = []
+                for each in ranks.values():
+                    if len(each) > 1:
+                        parts.append(list(each.values()))
                 if parts:
                     ours, theirs = parts[0][:2]
                     text = f"the {what} of {ranks_text(ours)} and {ranks_text(theirs)} differ"
                     # The first axis with different coordinates
-                    places = [(self._ranks == part[0]).nonzero()[0] for part in (ours, theirs)]
+                    places = []
+                    for part in (ours, theirs):
+                        places.append((self._ranks == part[0]).nonzero()[0])
                     axis = self._axes[int((places[0] != places[1]).nonzero()[0])]
                     holders = tuple(sorted(itertools.chain(*itertools.chain(*parts))))
                     self._differs("copies", text, parameter=name, axis=axis, ranks=holders)

@@ -56,7 +56,10 @@ def certify(
             `parallelize` refuses.
     """
     shape = mesh_shape(mesh)
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    sizes = set()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            sizes.add(leaf.shape[0])
     if len(sizes) != 1 or min(sizes) < 2 * shape.data_ranks:
         raise ConfigError(
             f"certify: the tensors of batch have {sorted(sizes)} samples in dim 0; they must have "
@@ -103,7 +106,9 @@ def _micro_batches(batch: Any, step: int, data_rank: int, data_ranks: int) -> li
     one micro-batch, or two; the second one has another size on each data rank."""
     share = _samples(batch) // data_ranks
     begin = data_rank * share + step
-    places = [(begin + each) % (share * data_ranks) for each in range(share)]
+    places = []
+    for each in range(share):
+        places.append((begin + each) % (share * data_ranks))
     parts = [places]
     if step % 2 == 0:
         half = share // 2

@@ -118,8 +118,10 @@ class ParityReport:
             lines.append(f"{name:{width}}  {errors}  {', '.join(row.notes)}".rstrip())
         if len(worst) > rows:
             lines.append(f"... and {len(worst) - rows} parameters with smaller errors")
-        lines += [f"{calls} x {kind}" for kind, calls in self.collectives.items()]
-        lines += [f"note: {note}" for note in self.notes]
+        for kind, calls in self.collectives.items():
+            lines.append(f"{calls} x {kind}")
+        for note in self.notes:
+            lines.append(f"note: {note}")
         lines.append("certified" if self.passed else "NOT CERTIFIED")
         return "\n".join(lines)
 

@@ -170,7 +170,10 @@ class PlainModel:
         loss = self._loss_of(self.module, batch)
         (loss * scale).backward()
         self._buffers_of[data_rank] = self._copied_buffers()
-        found = {name: value.grad for name, value in named.items() if value.grad is not None}
+        found = {}
+        for name, value in named.items():
+            if value.grad is not None:
+                found[name] = value.grad
         self.module.zero_grad()
         return loss.item(), found
 
@@ -269,13 +272,17 @@ class ReferenceRun:
         """Return the expected gradients of ``step``, from 1, by replica and FQN, at the weights of
         the parallel model."""
         data_ranks = self._checked.shape.data_ranks
-        batches = [self._checked.read(step, data_rank) for data_rank in range(data_ranks)]
-        self.forwards = [len(each) for each in batches]
+        batches = []
+        for data_rank in range(data_ranks):
+            batches.append(self._checked.read(step, data_rank))
+        self.forwards = list(map(len, batches))
         count = sum(sum(map(self._checked.count, each)) for each in batches)
         scale = data_ranks / max(count, 1)
         self.losses = [0.0] * data_ranks
         self.plain.calls.clear()
-        parts = [self._zeros() for _ in range(data_ranks // self._ranks_per_part)]
+        parts = []
+        for _ in range(data_ranks // self._ranks_per_part):
+            parts.append(self._zeros())
         for data_rank, micro_batches in enumerate(batches):
             weights = self.replicas[data_rank // self.ranks_per_replica].weights
             part = parts[data_rank // self._ranks_per_part]
@@ -326,7 +333,9 @@ class ReferenceSync:
         means: dict[str, ReferenceGradient] = {}
         self._state.keys.step = step
         for name in replicas[0]:
-            found = [each[name] for each in replicas]
+            found = []
+            for each in replicas:
+                found.append(each[name])
             values, cut = [each.value for each in found], self.cuts[name]
             value = self._method.expected_gradient(values, cut, name, self._state)
             size = sum(each.size for each in found) / len(found)

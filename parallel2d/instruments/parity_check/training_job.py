@@ -100,7 +100,9 @@ def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
     positions = plan.positions(2 * step * size)
     if step % 2 == 0:
         positions = positions + plan.positions((2 * step + 1) * size)
-    batches = [trainer.training.read(each).to(trainer.device) for each in positions]
+    batches = []
+    for each in positions:
+        batches.append(trainer.training.read(each).to(trainer.device))
     if step % 2 == 0:
         share = (data_rank + 1) / shape.data_ranks
         batches[-1] = trainer.loss.without_first(batches[-1], share)

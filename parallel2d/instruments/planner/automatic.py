@@ -80,10 +80,17 @@ def _lines(result: SearchResult) -> list[str]:
         f"{len(result.ranked)} that can run",
     ]
     # The fastest layout that does not fit, and the best layout of another strategy or mesh
-    others = [layout for layout in result.ranked[place:] if layout.words[:4] != chosen.words[:4]]
-    slower = [layout for layout in others if not layout.reason.startswith("does not fit")]
+    others = []
+    for layout in result.ranked[place:]:
+        if layout.words[:4] != chosen.words[:4]:
+            others.append(layout)
+    slower = []
+    for layout in others:
+        if not layout.reason.startswith("does not fit"):
+            slower.append(layout)
     for head, found in (("", result.ranked[:place]), ("runner-up", slower)):
-        lines += [f"{head:<12}{' '.join(each.words)}: {each.reason}" for each in found[:1]]
+        for each in found[:1]:
+            lines.append(f"{head:<12}{' '.join(each.words)}: {each.reason}")
     return lines
 
 

@@ -398,7 +398,9 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
             build_optimizer(model, workload.optimizer)
             for engine in engines_in(model):
                 engine.defer_status()
-            batches = [workload.example("cpu") for _ in range(min(workload.accumulation, 2))]
+            batches = []
+            for _ in range(min(workload.accumulation, 2)):
+                batches.append(workload.example("cpu"))
             tracker = FSDPMemTracker(model)
             for batch in batches:
                 tracker.track_inputs(batch)

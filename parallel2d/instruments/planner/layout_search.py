@@ -165,7 +165,10 @@ def _meshes(
     chosen = "strategy" in fixed
     strategies = [config.strategy] if chosen else list(STRATEGIES.values())
     context = 1 if given.context == "auto" else int(given.context)
-    fitting = [size for size in _tensor_sizes(given, costs, fixed) if world // context % size == 0]
+    fitting = []
+    for size in _tensor_sizes(given, costs, fixed):
+        if world // context % size == 0:
+            fitting.append(size)
     for tensor, strategy in itertools.product(fitting, strategies):
         ranks = world // (tensor * context)
         for shard in _divisors(ranks):
@@ -201,11 +204,19 @@ def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int)
         return [int(given)]
     share = max(1, config.train.global_batch_size // data_ranks)
     # A power of two has one bit set.
-    return [size for size in _divisors(share) if size.bit_count() == 1 or size == share]
+    batches: list[int] = []
+    for size in _divisors(share):
+        if size.bit_count() == 1 or size == share:
+            batches.append(size)
+    return batches
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    divisors: list[int] = []
+    for size in range(1, number + 1):
+        if number % size == 0:
+            divisors.append(size)
+    return divisors
 
 
 # Overrides of a command line
@@ -214,7 +225,10 @@ def _divisors(number: int) -> list[int]:
 def words_of(config: TrainConfig) -> tuple[str, ...]:
     """Return the overrides that choose this layout, in addition to the given ones."""
     # The search does not choose a context axis, which exists only if it was given.
-    axes = [axis for axis in AXES if axis != "context" or config.mesh.context != 1]
+    axes = []
+    for axis in AXES:
+        if axis != "context" or config.mesh.context != 1:
+            axes.append(axis)
     return (
         f"strategy={config.strategy.name}",
         *(f"mesh.{axis}={getattr(config.mesh, axis)}" for axis in axes),
@@ -226,7 +240,10 @@ def words_of(config: TrainConfig) -> tuple[str, ...]:
 def command_line(given: Sequence[str], chosen: RankedLayout) -> str:
     """Return the train command with the given overrides and the chosen layout."""
     replaced = set(map(_key_of, chosen.words))
-    kept = [word for word in given if _key_of(word) not in replaced]
+    kept = []
+    for word in given:
+        if _key_of(word) not in replaced:
+            kept.append(word)
     kept = [word for word in kept if not _key_of(word).startswith("plan.")]
     return shlex.join(["python", "-m", "parallel2d.train", *kept, *chosen.words])
 
@@ -238,4 +255,8 @@ def _key_of(word: str) -> str:
 
 def fixed_keys(given: Sequence[str]) -> set[str]:
     """Return the keys that the search does not change: the given ones, except for ``auto``."""
-    return {_key_of(word) for word in given if not word.endswith("=auto")}
+    found: set[str] = set()
+    for word in given:
+        if not word.endswith("=auto"):
+            found.add(_key_of(word))
+    return found

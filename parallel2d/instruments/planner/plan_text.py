@@ -227,7 +227,7 @@ def ranking_json(result: SearchResult, command: str) -> str:
     reasons.
     """
     refusals = [{"words": list(words), "reason": reason} for words, reason in result.refusals]
-    layouts = [_fields(layout) for layout in result.ranked]
+    layouts = list(map(_fields, result.ranked))
     return json.dumps({"command": command, "layouts": layouts, "refusals": refusals}, indent=1)
 
 
@@ -250,7 +250,11 @@ def _fields(layout: RankedLayout) -> dict[str, Any]:
 
 def scaling_lines(points: Sequence[ScalingPoint], config: TrainConfig) -> list[str]:
     """Return a table of the best layouts."""
-    found = [layout for point in points for layout in point.best.values() if layout]
+    found = []
+    for point in points:
+        for layout in point.best.values():
+            if layout:
+                found.append(layout)
     cost = found[0].cost
     heads = "".join(f"{name:>16}" for name in COMPARED)
     lines = [

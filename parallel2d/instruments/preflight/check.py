@@ -79,7 +79,9 @@ class ClusterCheck:
             text = f"{socket.gethostname()}: {verdict} (report on {first_host})"
             print(text, file=sys.stderr)
         elif self._given.json and self._runtime.is_first:
-            found = [finding._asdict() for finding in self._findings]
+            found = []
+            for finding in self._findings:
+                found.append(finding._asdict())
             report = {"fit": not failed, "findings": found, **details}
             print(json.dumps(report, default=asdict), flush=True)
         return int(failed > 0 or (self._given.strict and warnings > 0))
@@ -103,8 +105,13 @@ class ClusterCheck:
     def _clocks_ahead(self) -> list[float]:
         """Return the lead of each node's clock over the first node's clock, in seconds."""
         told = all_gather(time.time())  # all ranks call this within milliseconds
-        times = [told[ranks[0]] for ranks in self._runtime.topology.ranks_by_host.values()]
-        return [each - times[0] for each in times]
+        times = []
+        for ranks in self._runtime.topology.ranks_by_host.values():
+            times.append(told[ranks[0]])
+        found: list[float] = []
+        for each in times:
+            found.append(each - times[0])
+        return found
 
     def _add(self, findings: Iterable[Finding]) -> None:
         for finding in findings:

@@ -80,7 +80,9 @@ class RankMeasurement:
         self, runtime: Runtime, mesh: DeviceMesh, seconds: float, largest_bytes: float
     ) -> None:
         self._device, self._mesh, self._seconds = runtime.device, mesh, seconds
-        sizes = [_SMALLEST * _GROWTH**power for power in range(7)]
+        sizes = []
+        for power in range(7):
+            sizes.append(_SMALLEST * _GROWTH**power)
         self._sizes = sizes[: bisect_right(sizes, largest_bytes)]
         self._on_gpu = self._device.type != "cpu"
         self._usual = "bf16" if self._on_gpu else "fp32"
@@ -172,7 +174,9 @@ class RankMeasurement:
         group = group_of(self._mesh, axis)
         ranks = dist.get_process_group_ranks(group)
         own = group.rank()
-        turns = [number % 2 for number in range(len(ranks))]
+        turns = []
+        for number in range(len(ranks)):
+            turns.append(number % 2)
         turns[-1] = 2 if len(ranks) % 2 else 1
         payload = torch.zeros(self.samples[axis][-1].whole_bytes // 4, device=self._device)
         fastest = float("inf")
@@ -191,8 +195,13 @@ class RankMeasurement:
     def _compute(self) -> dict[str, Any]:
         """Return the keys of `DeviceConfig`, for the slowest rank."""
         # Most CPUs have no matrix products in fp16, and training on CPUs does not use it.
-        words = [word for word in DTYPES if word != "fp16" or self._on_gpu]
-        peaks = {word: min(self._flops(word)) / 1e12 for word in words}
+        words = []
+        for word in DTYPES:
+            if word != "fp16" or self._on_gpu:
+                words.append(word)
+        peaks = {}
+        for word in words:
+            peaks[word] = min(self._flops(word)) / 1e12
         source = torch.ones(1 << 28 if self._on_gpu else 1 << 24, device=self._device)
         target = torch.empty_like(source)
         memory = 2 * source.nbytes / self._slowest(lambda: target.copy_(source))
@@ -266,6 +275,8 @@ def fit_link(samples: Sequence[CollectiveSample]) -> FittedLink:
     for small, *_, large in by_name.values():
         slopes.append((large.seconds - small.seconds) / (large.link_bytes - small.link_bytes))
     per_byte = max(0.0, statistics.median(slopes))
-    rest = [(each.seconds - per_byte * each.link_bytes) / each.steps for each in samples]
+    rest = []
+    for each in samples:
+        rest.append((each.seconds - per_byte * each.link_bytes) / each.steps)
     bandwidth = 1 / per_byte if per_byte else math.inf
     return FittedLink(bandwidth, max(0.0, statistics.median(rest)))

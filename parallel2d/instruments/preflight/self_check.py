@@ -38,7 +38,11 @@ def chosen_checks(only: str | None) -> list[str]:
     wanted = only.split(",") if only else names
     if not set(wanted) <= set(names):
         raise ConfigError(f"--only={only} must be some of {','.join(names)}")
-    return [name for name in names if name in wanted]
+    checks: list[str] = []
+    for name in names:
+        if name in wanted:
+            checks.append(name)
+    return checks
 
 
 def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
@@ -63,7 +67,10 @@ def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = Non
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         runs = _Runs(folder, ranks)
         checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed, runs.lost), strict=True))
-        passed = [write_row(name, checks[name]) for name in chosen if name in RUNS]
+        passed = []
+        for name in chosen:
+            if name in RUNS:
+                passed.append(write_row(name, checks[name]))
         has_continued = "replica-loss" in chosen and Path(folder, "lost", "metrics.jsonl").exists()
     if cluster_file is not None and has_continued and all(passed):
         _add_backend(cluster_file)
@@ -158,4 +165,7 @@ class _Runs:
 
     def _losses(self, name: str) -> dict[int, float]:
         rows = Path(self._folder, name, "metrics.jsonl").read_text().splitlines()
-        return {row["step"]: row["loss"] for row in map(json.loads, rows)}
+        losses: dict[int, float] = {}
+        for row in map(json.loads, rows):
+            losses[row["step"]] = row["loss"]
+        return losses

@@ -150,7 +150,9 @@ def judge_speeds(
         flops: FLOP/s by rank.
         links: by axis.
     """
-    ranks = {f"rank {rank} on {hosts[rank]}": speed / 1e12 for rank, speed in enumerate(flops)}
+    ranks = {}
+    for rank, speed in enumerate(flops):
+        ranks[f"rank {rank} on {hosts[rank]}"] = speed / 1e12
     found = _slow("ranks", ranks, _SLOW if accelerator_type() == "cpu" else _SLOW_GPU, "TFLOP/s")
     for axis, measured in links.items():
         inside: dict[str, float] = {}

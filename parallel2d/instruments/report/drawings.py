@@ -68,9 +68,14 @@ def drawings(runs: Sequence[Run]) -> dict[str, go.Figure]:
 
 def _curves(runs: Sequence[Run]) -> go.Figure:
     """Draw a line for each run and quantity over one x axis, and events as marks on the losses."""
-    known = {key: np.concatenate([run.known(key) for run in runs]) for key in _CURVES.values()}
+    known = {}
+    for key in _CURVES.values():
+        known[key] = np.concatenate([run.known(key) for run in runs])
     known[keys.LOSS] = np.ones(1)  # always drawn, because it has the marks
-    shown = {title: key for title, key in _CURVES.items() if len(known[key])}
+    shown = {}
+    for title, key in _CURVES.items():
+        if len(known[key]):
+            shown[title] = key
     height = 150 + 220 * len(shown) + 20 * len(runs)
     titles, space = list(shown), 40 / height
     figure = make_subplots(
@@ -115,11 +120,15 @@ def _menus(figure: go.Figure, drawn: Sequence[Run]) -> list[dict[str, Any]]:
     places = list(range(len(drawn)))
     over = []
     for label, (key, size) in _OVER.items():
-        xs = [(run[key] / size).tolist() for run in drawn]
+        xs = []
+        for run in drawn:
+            xs.append((run[key] / size).tolist())
         over.append({"label": label, "method": "restyle", "args": [{"x": xs}, places]})
     scales = []
     for kind in ("linear", "log"):
-        types = {f"{axis.plotly_name}.type": kind for axis in figure.select_yaxes()}
+        types = {}
+        for axis in figure.select_yaxes():
+            types[f"{axis.plotly_name}.type"] = kind
         scales.append({"label": f"{kind} y axes", "method": "relayout", "args": [types]})
     place = {"y": 1, "yanchor": "bottom", "pad": {"b": 30}}
     left = {**place, "x": 0, "xanchor": "left", "buttons": over}
@@ -155,12 +164,16 @@ def _bars(
     figure = go.Figure(layout={"barmode": mode})
     unit = fitting_unit(float(np.max(list(bars.values()))), units)
     # Names of runs differ, but shortened names may be equal.
-    places = [html.escape(run.name) for run in runs]
+    places = []
+    for run in runs:
+        places.append(html.escape(run.name))
     for label, lengths in bars.items():
         if lengths.any():
             figure.add_bar(orientation="h", name=label, x=lengths / units[unit], y=places)
     figure.update_xaxes(ticksuffix=f" {unit}", hoverformat=".4~g")
-    names = [_short(run.name) for run in runs]
+    names = []
+    for run in runs:
+        names.append(_short(run.name))
     figure.update_yaxes(type="category", autorange="reversed", tickvals=places, ticktext=names)
     return _styled(figure, 110 + 20 * len(figure.data) + 50 * len(runs), top=30)
 

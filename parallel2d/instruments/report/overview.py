@@ -123,9 +123,13 @@ def _differing_settings(runs: Sequence[Run]) -> list[TextRow]:
     rows: list[TextRow] = []
     if not all(map(attrgetter("segments"), runs)):
         return rows
-    settings = {run.name: dict(flat(run.segments[-1].config)) for run in runs}
+    settings = {}
+    for run in runs:
+        settings[run.name] = dict(flat(run.segments[-1].config))
     for name in dict.fromkeys(chain(*settings.values())):
-        row = {run: files.printable(each.get(name, "-"), 80) for run, each in settings.items()}
+        row = {}
+        for run_name, each in settings.items():
+            row[run_name] = files.printable(each.get(name, "-"), 80)
         if len(set(row.values())) > 1:
             rows.append({"": files.printable(name, 80), **row})  # No run has an empty name.
     return rows
@@ -181,7 +185,9 @@ def events_of(run: Run) -> list[tuple[str, float, str]]:
 
 def _membership_changes(run: Run) -> list[tuple[str, float, str]]:
     """Return the events of replicas, as `events_of`. Totals restart when all ranks restart."""
-    totals = [run[key] for key in (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES)]
+    totals = []
+    for key in (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES):
+        totals.append(run[key])
     joined, samples = np.nan_to_num(np.diff(np.stack(totals))).clip(0.0)
     seconds = np.nan_to_num(np.diff(run[keys.REPLICAS_LOST_S])).clip(0.0)
     there, steps = run[keys.REPLICAS], run[keys.STEP]

@@ -195,8 +195,12 @@ def parts_of(*runs: Run) -> list[Run]:
     """Return the runs, with each run that changed its layout divided into one part per layout."""
     parts: list[Run] = []
     for run in runs:
-        starts = {segment.number: segment for segment in run.segments}
-        kinds = {number: _kind_of(start.layout) for number, start in starts.items()}
+        starts = {}
+        for segment in run.segments:
+            starts[segment.number] = segment
+        kinds = {}
+        for number, start in starts.items():
+            kinds[number] = _kind_of(start.layout)
         # None: no line of segments.jsonl describes the start.
         of_rows = np.array(list(map(kinds.get, run[keys.SEGMENT])), dtype=object)
         begins = np.flatnonzero(of_rows[1:] != of_rows[:-1]) + 1

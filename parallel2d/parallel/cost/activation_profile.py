@@ -144,7 +144,10 @@ class _EventLog(TorchDispatchMode):
             if self.is_backward:
                 return
             self._note("free", group)
-            trained = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+            trained = []
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    trained.append(tensor)
             if trained:
                 trained[0].register_hook(lambda _: self._note("gather_again", group))
 

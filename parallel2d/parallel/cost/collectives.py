@@ -87,7 +87,9 @@ class GroupPlacement:
 
 def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPlacement:
     """Return the placement of the groups of ``axis``; see `groups_along`."""
-    numbers = {host: number for number, host in enumerate(topology.ranks_by_host)}
+    numbers = {}
+    for number, host in enumerate(topology.ranks_by_host):
+        numbers[host] = number
     host_of = torch.tensor([numbers[host] for host in topology.hosts])
     # [group, rank in the group]: hosts as numbers in ascending order.
     hosts = host_of[groups_along(ranks, axis)].sort(dim=1).values

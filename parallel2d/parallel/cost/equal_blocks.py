@@ -58,7 +58,9 @@ def _description(block: nn.Module | None) -> list[Any]:
     """Return the properties that distinguish blocks. A list may hold None instead of a block."""
     if block is None:
         return []
-    found: list[Any] = [(name, type(module)) for name, module in block.named_modules()]
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        found.append((name, type(module)))
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
     return found
@@ -83,7 +85,9 @@ def _extended(
     """Extrapolate from short copies; None if the cost is not a constant plus a cost per block."""
     one = [[0]] * len(stacks)
     base = measure(_without_blocks(model, stacks, one))
-    spread = [[0, stack.count // 2, stack.count - 1] for stack in stacks]
+    spread = []
+    for stack in stacks:
+        spread.append([0, stack.count // 2, stack.count - 1])
     check = measure(_without_blocks(model, stacks, spread))
     if not base or not check:
         return None
@@ -107,14 +111,18 @@ def _without_blocks(
     model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
 ) -> nn.Module:
     """Return a copy of ``model`` with only these blocks of ``stacks``, counted within a run."""
-    before = [dict(stack.container._modules) for stack in stacks]
+    before = []
+    for stack in stacks:
+        before.append(dict(stack.container._modules))
     # The other blocks are removed from the lists in the meantime, so that they are not copied.
     try:
         for stack, numbers in zip(stacks, kept, strict=True):
             modules = stack.container._modules
             items = list(modules.items())
             run = items[stack.first : stack.first + stack.count]
-            chosen = [run[number] for number in numbers]
+            chosen = []
+            for number in numbers:
+                chosen.append(run[number])
             items[stack.first : stack.first + stack.count] = chosen
             modules.clear()
             for place, (name, module) in enumerate(items):

@@ -180,7 +180,9 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._groups = axes_of_groups(mesh)
-        sizes = {axis: group.size() for group, axis in self._groups.items()}
+        sizes = {}
+        for group, axis in self._groups.items():
+            sizes[axis] = group.size()
         self._axes = {axis: CollectiveTally(axis, size) for axis, size in sizes.items()}
 
     def start(self) -> None:
@@ -204,7 +206,10 @@ class CollectiveCounter(TorchDispatchMode):
             collective, place = _COUNTED[function]
             axis = self._axes.get(self._axis_of(args[place]))
             if axis is not None and axis.size > 1:
-                tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+                tensors = []
+                for leaf in tree_leaves((args, result)):
+                    if isinstance(leaf, Tensor):
+                        tensors.append(leaf)
                 axis.add(collective, max(each.nbytes for each in tensors), self._device_type)
         return result
 

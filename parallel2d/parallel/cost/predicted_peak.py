@@ -92,7 +92,10 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
         # The current error feedback, and its replacement at the update
         "error feedback": 2 * states.residuals,
     }
-    shown = {name: size for name, size in by_kind.items() if size}
+    shown = {}
+    for name, size in by_kind.items():
+        if size:
+            shown[name] = size
     return PredictedMemory(sum(shown.values()), shown)
 
 

@@ -270,11 +270,18 @@ class _Estimate:
         ``groups`` and ``seconds`` are in forward order.
         """
         # Backward ends the last group first.
-        order = [index for index in reversed(range(len(groups))) if groups[index].reduced_numel]
-        sizes = [groups[index].reduced_numel * groups[index].sum_itemsize for index in order]
-        kinds = [(groups[index].reduced_itemsize, groups[index].sum_itemsize) for index in order]
+        order = []
+        for index in reversed(range(len(groups))):
+            if groups[index].reduced_numel:
+                order.append(index)
+        sizes, kinds = [], []
+        for index in order:
+            sizes.append(groups[index].reduced_numel * groups[index].sum_itemsize)
+            kinds.append((groups[index].reduced_itemsize, groups[index].sum_itemsize))
         for bucket in fill_buckets(sizes, kinds, self._sync.bucket_bytes):
-            reductions = [self._traffic.reduced(groups[order[each]]) for each in bucket]
+            reductions = []
+            for each in bucket:
+                reductions.append(self._traffic.reduced(groups[order[each]]))
             collective = reductions[0][0]
             sent = sum(size for _, size in reductions)
             last = order[bucket[-1]]

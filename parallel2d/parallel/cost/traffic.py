@@ -19,7 +19,9 @@ from parallel2d.parallel.sync.methods.method import GroupTraffic
 def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) -> GroupTraffic:
     """Return the traffic of a group that ``shard`` ranks of each of the ``replicas`` share."""
     # No padding: the first part is the largest.
-    parts = [torch.Size(first_part(parameter.shape, shard)) for parameter in group]
+    parts = []
+    for parameter in group:
+        parts.append(torch.Size(first_part(parameter.shape, shard)))
     gathered = reduced = 0
     items: list[int] = []
     trained: list[torch.Size] = []

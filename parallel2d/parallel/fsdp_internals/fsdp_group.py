@@ -29,8 +29,12 @@ from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """Return the groups of ``model`` in the order of their ends in backward."""
-    names = {id(module): fqn_of(name) for name, module in model.named_modules()}
-    parameter_names = {id(value): name for name, value in parameters_by_name(model).items()}
+    names = {}
+    for name, module in model.named_modules():
+        names[id(module)] = fqn_of(name)
+    parameter_names = {}
+    for name, value in parameters_by_name(model).items():
+        parameter_names[id(value)] = name
     found = []
     for state, modules in states(model).items():
         called = " and ".join(names[id(module)] for module in modules)
@@ -90,7 +94,11 @@ class FSDPGroup:
         if self._ending is not None:
             return self._ending
         with quick_reads():
-            return [each for each in self.parameters if each.sharded.requires_grad]
+            found: list[FSDPParameter] = []
+            for each in self.parameters:
+                if each.sharded.requires_grad:
+                    found.append(each)
+            return found
 
     @property
     def reduces_gradients(self) -> bool:
@@ -221,7 +229,9 @@ class FSDPGroup:
         are taken out before, because FSDP would cast the sums to the communication dtype (pytorch
         issue 194628).
         """
-        taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
+        taken = []
+        for each in self.trained:
+            taken.append((each, each.take_unsharded_gradient()))
         end()
         for parameter, gradient in taken:
             parameter.set_unsharded_gradient(gradient)
@@ -232,7 +242,9 @@ class FSDPGroup:
         # early: a group that runs twice in one backward pass would otherwise find no unsharded
         # parameters the second time. Also like FSDP, take the gradients before `reshard`.
         self._group._training_state = TrainingState.POST_BACKWARD
-        taken = [(each, each.take_unsharded_gradient()) for each in self.trained]
+        taken = []
+        for each in self.trained:
+            taken.append((each, each.take_unsharded_gradient()))
         self.module.reshard()
         for parameter, gradient in taken:
             if gradient is not None:
@@ -249,7 +261,9 @@ class FSDPGroup:
         trained = self.trained
         for parameter in trained:
             parameter.make_dense()
-        dtypes = {each.unsharded_gradient_dtype for each in trained}
+        dtypes = set()
+        for each in trained:
+            dtypes.add(each.unsharded_gradient_dtype)
         # None: the parameter has had no forward.
         dtypes.discard(None)
         # Sums over micro-batches already contain the sum over the tensor axis, in fp32 at least.

@@ -18,7 +18,9 @@ def _modes() -> Iterator[list[TorchFunctionMode]]:
     gc.disable()
     try:
         number: int = torch._C._len_torch_function_stack()
-        modes = [torch._C._pop_torch_function_stack() for _ in range(number)]
+        modes = []
+        for _ in range(number):
+            modes.append(torch._C._pop_torch_function_stack())
         yield modes
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)

@@ -31,7 +31,10 @@ def share_memory(
     # the parameters are needed. It calls `unshard`, which all-gathers nothing for one rank, earlier
     # as a prefetch, and sometimes without any use.
     def wait_for_unshard() -> None:
-        hidden = [parameter for parameter in group.fsdp_params if not _is_shown(parameter)]
+        hidden = []
+        for parameter in group.fsdp_params:
+            if not _is_shown(parameter):
+                hidden.append(parameter)
         if not all(_is_stored_in(each.sharded_param, computes_in) for each in hidden):
             copy()
             return

@@ -64,6 +64,12 @@ def is_differentiated_forward(inputs: Any, frees: bool) -> bool:
     # torch.func.jvp also uses levels, but its backward pass runs through the hooks.
     if torch._C._functorch.maybe_current_level() is not None:
         return False
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    duals = [each for each in tensors if forward_ad.unpack_dual(each).tangent is not None]
+    tensors = []
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+    duals = []
+    for each in tensors:
+        if forward_ad.unpack_dual(each).tangent is not None:
+            duals.append(each)
     return any(frees or each.requires_grad for each in duals)

@@ -126,7 +126,9 @@ def parallelize(
     config = config or ParallelConfig()
     # Scripts choose parameter groups by attributes of parameters, and sharding replaces the
     # parameters below.
-    attributes = {fqn_of(name): dict(vars(each)) for name, each in model.named_parameters()}
+    attributes = {}
+    for name, each in model.named_parameters():
+        attributes[fqn_of(name)] = dict(vars(each))
     with among(part_group(mesh)):
         topology = topology or Topology.gather()
         check(model, mesh, config, topology)
@@ -184,11 +186,20 @@ def model_sharded_context(
         yield
     # A constructor may have been called twice.
     modules = dict.fromkeys(reference() for reference in built)
-    alive = [module for module in modules if module is not None]
+    alive = []
+    for module in modules:
+        if module is not None:
+            alive.append(module)
     # `Module.modules` yields the module first.
     inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
-    outermost = [module for module in alive if module not in inner]
-    with_parameters = [each for each in outermost if next(each.parameters(), None) is not None]
+    outermost = []
+    for module in alive:
+        if module not in inner:
+            outermost.append(module)
+    with_parameters = []
+    for each in outermost:
+        if next(each.parameters(), None) is not None:
+            with_parameters.append(each)
     if not with_parameters:
         raise ConfigError(
             "model_sharded_context: no module with parameters was built inside; call the model's "

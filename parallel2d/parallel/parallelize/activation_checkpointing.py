@@ -103,11 +103,13 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     leaves = tree_leaves((args, kwargs))
-    given = [each for each in leaves if isinstance(each, Tensor)]
-    objects = [
-        each for each in leaves if hasattr(each, "__dict__") and not isinstance(each, Tensor)
-    ]
-    before = list(map(version_of, given)), [_tensors_of(each) for each in objects]
+    given, objects = [], []
+    for each in leaves:
+        if isinstance(each, Tensor):
+            given.append(each)
+        if hasattr(each, "__dict__") and not isinstance(each, Tensor):
+            objects.append(each)
+    before = list(map(version_of, given)), list(map(_tensors_of, objects))
     output = forward(*args, **kwargs)
     # Torch finds this in the backward pass, and not for arguments that are given by name.
     if before[0] != list(map(version_of, given)):
@@ -205,7 +207,10 @@ class _KeepingMode(_CachingTorchDispatchMode):
     def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
         """Raises RuntimeError for tensors that are trained: under any dispatch mode torch loses a
         part of the gradients of changes of many tensors at once."""
-        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        tensors = []
+        for each in tree_leaves(args):
+            if isinstance(each, Tensor):
+                tensors.append(each)
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
             raise RuntimeError(
                 f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
@@ -220,7 +225,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
 
     def _replace(self, tensors: Sequence[Tensor], replacement: Callable[[Any], Any]) -> None:
         """Replace the kept results that share memory with ``tensors``."""
-        storages = {storage_of(tensor) for tensor in tensors}
+        storages = set(map(storage_of, tensors))
 
         def replace(result: Any) -> Any:
             kept = _kept_tensor(result)
@@ -310,7 +315,10 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
             )
         matches = chain.from_iterable(operators[name] for name in names)
         # Those with names that end with an underscore change an argument.
-        visible = {name for name in matches if not (name.endswith("_") or _is_composite(name))}
+        visible = set()
+        for name in matches:
+            if not (name.endswith("_") or _is_composite(name)):
+                visible.add(name)
         # One visible operator is enough: scaled_dot_product_* matches visible and composite ones.
         if not visible:
             raise ConfigError(

@@ -54,8 +54,14 @@ def _run(
     """Run the forward of ``block`` as one region."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    shared = {storage_of(each) for each in given if not each.requires_grad}
+    given = []
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, Tensor):
+            given.append(each)
+    shared = set()
+    for each in given:
+        if not each.requires_grad:
+            shared.add(storage_of(each))
     region = _Region(offloader, name, block, shared)
     before = offloader.last_region()
     region.before, offloader.last_region = weakref.ref(before or region), weakref.ref(region)
@@ -226,12 +232,18 @@ class _Region:
 
     def _prefetch(self) -> None:
         """Issue the copies to the device."""
-        missing = [each for each in self._memories.values() if each.device is None]
+        missing = []
+        for each in self._memories.values():
+            if each.device is None:
+                missing.append(each)
         if not missing:
             return
         self._is_fetching = True
         side = self._offloader.stream(self._device_type)
-        with_host = [(each, each.host) for each in missing if each.host is not None]
+        with_host = []
+        for each in missing:
+            if each.host is not None:
+                with_host.append((each, each.host))
         for memory, host in with_host:
             memory.device = torch.empty(host.shape, dtype=torch.uint8, device=self._device_type)
         side.wait_stream(current_stream(self._device_type))

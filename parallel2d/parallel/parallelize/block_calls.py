@@ -95,7 +95,7 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
             # A hook of the model may have removed arguments.
             if isinstance(value, Tensor) and key in received:
                 received[key] = first.setdefault(id(value), received[key])
-        positional = tuple(received.pop(index) for index in range(len(args)))
+        positional = tuple(map(received.pop, range(len(args))))
         return positional, received
 
     def forget(*_: Any) -> None:

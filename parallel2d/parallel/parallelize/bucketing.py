@@ -58,9 +58,14 @@ def bucket_modules(
     _check_separate(model, groups, separate, fp32=apart)
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
-    deepest = [max(depth[id(module)] for module in group) for group in groups]
+    deepest = []
+    for group in groups:
+        deepest.append(max(depth[id(module)] for module in group))
     order = sorted(range(len(groups)), key=deepest.__getitem__, reverse=True)
-    return [groups[number] for number in order]
+    modules: list[list[nn.Module]] = []
+    for number in order:
+        modules.append(groups[number])
+    return modules
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
@@ -68,12 +73,18 @@ def _complex_modules(model: nn.Module) -> set[int]:
 
     Empty if the whole model is complex: one group has one dtype.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            trained.append(parameter)
     if all(parameter.is_complex() for parameter in trained):
         return set()
     found = set()
     for _, module in owning_modules(model):
-        kinds = {own.is_complex() for own in own_parameters(module) if own.requires_grad}
+        kinds = set()
+        for own in own_parameters(module):
+            if own.requires_grad:
+                kinds.add(own.is_complex())
         # The root always has its own group.
         if module is not model and kinds == {True}:
             found.add(id(module))
@@ -88,9 +99,15 @@ def _groups_by_policy(
 ) -> list[list[nn.Module]]:
     """Return the groups that ``config`` names, before tied parameters are considered."""
     if config.name == "block" and blocks:
-        return [[block] for _, block in blocks]
+        found: list[list[nn.Module]] = []
+        for _, block in blocks:
+            found.append([block])
+        return found
     # The root, with an empty name, is in none of these groups: `fully_shard` takes it last.
-    owners = [(name, module) for name, module in owning_modules(model) if name]
+    owners = []
+    for name, module in owning_modules(model):
+        if name:
+            owners.append((name, module))
     if config.name == "size":
         return _by_size(owners, config.size_mib, stored)
     if config.name == "none":
@@ -104,7 +121,10 @@ def _groups_by_policy(
             "bucketing=block: %s has no repeated blocks; a group per layer is used",
             type(model).__name__,
         )
-    return [[module] for _, module in owners]
+    layers = []
+    for _, module in owners:
+        layers.append([module])
+    return layers
 
 
 def _by_size(
@@ -149,7 +169,9 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     A group that shares a parameter with the root's group is dissolved into the root's group.
     """
     # Index of a group -> index of the group that it is joined to.
-    target = {index: index for index in range(_ROOT, len(groups))}
+    target = {}
+    for index in range(_ROOT, len(groups)):
+        target[index] = index
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
         group_of |= {id(module): index for module in group}
@@ -163,7 +185,9 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
             holders[parameter].add(around[name])
     for sharing in holders.values():
         # All groups with one target move together, so that earlier joins stay intact.
-        joining = {target[index] for index in sharing}
+        joining = set()
+        for index in sharing:
+            joining.add(target[index])
         first = min(joining)
         for index, current in target.items():
             if current in joining:
@@ -186,7 +210,10 @@ def _check_separate(
 
     ``fp32``: ids of the modules that the user chose by ``precision.fp32_modules``.
     """
-    alone = {id(group[0]) for group in groups if len(group) == 1}
+    alone = set()
+    for group in groups:
+        if len(group) == 1:
+            alone.add(id(group[0]))
     joined = set(separate) - alone
     for name, module in model.named_modules():
         if id(module) not in joined:

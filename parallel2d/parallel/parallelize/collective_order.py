@@ -180,7 +180,11 @@ class CollectiveOrder:
         if self._error in self._row(_MARK):
             raise ConfigError(self._join_others())
         arrived = zip(self._ranks, issued, strict=True)
-        return [rank for rank, position in arrived if position < self._issued]
+        ranks: list[int] = []
+        for rank, position in arrived:
+            if position < self._issued:
+                ranks.append(rank)
+        return ranks
 
     def withdraw_point(self) -> None:
         """Undo `enter_point`, unless all ranks have come to the point."""
@@ -251,7 +255,10 @@ class CollectiveOrder:
             assert group is not None, "the process group was destroyed"
             join(code & 3, numel, _DTYPES[code >> 2 & 63], group, self._device_type)
         code, other, other_code = (self._row(row)[finder] for row in (_CODE, _OTHER, _OTHER_CODE))
-        points = {_POINTS[each >> 8 & 0x3FFF] for each in (code, other_code) if each & 3 == END}
+        points = set()
+        for each in (code, other_code):
+            if each & 3 == END:
+                points.add(_POINTS[each >> 8 & 0x3FFF])
         self._points = points - {_POINTS[0]}
         return self._message(finder, code, other, other_code)
 

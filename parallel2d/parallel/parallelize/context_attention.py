@@ -146,7 +146,7 @@ def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iter
     Backward recomputes the saved gathered tensors from the slices, so that no layer keeps them.
     Under activation checkpointing the recomputation already repeats the gather.
     """
-    gathered = [gather(own) for own in slices]
+    gathered = list(map(gather, slices))
     if saving_hooks() is not None:
         yield gathered
         return

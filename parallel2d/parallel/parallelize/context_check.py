@@ -129,7 +129,9 @@ class ContextCheck:
     def _learn(self, args: Any, kwargs: Any) -> tuple[dict[int, int], Any]:
         """Run whole sequences. Returns the compared length for each length of the inputs, and the
         model's output for the compared lengths."""
-        sizes = {length: self._shortened(length) for length in _lengths(args, kwargs)}
+        sizes = {}
+        for length in _lengths(args, kwargs):
+            sizes[length] = self._shortened(length)
         if sizes:
             try:
                 self._forward(args, kwargs, {length: short // 2 for length, short in sizes.items()})
@@ -295,7 +297,9 @@ class ContextCheck:
                 "transformers do with attn_implementation=sdpa"
             )
         split[-1].feeds_head = True
-        problems = [self._problem_of_length(stack, sizes) for stack in split]
+        problems = []
+        for stack in split:
+            problems.append(self._problem_of_length(stack, sizes))
         return next(filter(None, problems), "")
 
     def _problem_of_length(self, stack: Stack, sizes: dict[int, int]) -> str:
@@ -304,7 +308,9 @@ class ContextCheck:
         if len(dims) != 1:
             return ""
         seen = shape[dims[0]] * stack.parts
-        lengths = {short: length for length, short in sizes.items()}
+        lengths = {}
+        for length, short in sizes.items():
+            lengths[short] = length
         return block.problem_of_length(lengths.get(seen, seen), stack.parts)
 
     def _attributes(self) -> dict[tuple[str, str], Tensor]:
@@ -326,7 +332,10 @@ class ContextCheck:
     def _verdict(self, expected: Any, found: Any) -> str:
         # The widest bound, since values that were computed in 16 bits may be kept in 32.
         bound = max((_BOUNDS.get(each.dtype, 3e-2) for each in self._slices.values()), default=0.0)
-        differing = [key for key, each in self._differences.items() if each > bound]
+        differing = []
+        for key, each in self._differences.items():
+            if each > bound:
+                differing.append(key)
         # Tensors of modules inside a block may have any meaning, such as the tokens of an expert.
         if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
@@ -376,7 +385,11 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _numbers(outputs: Any) -> list[Tensor]:
     leaves = tree_leaves(outputs)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    numbers: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            numbers.append(leaf)
+    return numbers
 
 
 def _lengths(args: Any, kwargs: Any) -> list[int]:
@@ -384,8 +397,14 @@ def _lengths(args: Any, kwargs: Any) -> list[int]:
 
     A length is the second dim of [batch, length] integers, or else of [batch, length, dim].
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    found = [t.shape[1] for t in tensors if t.ndim == 2 and not t.is_floating_point()]
+    tensors = []
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+    found = []
+    for t in tensors:
+        if t.ndim == 2 and not t.is_floating_point():
+            found.append(t.shape[1])
     found = found or [t.shape[1] for t in tensors if t.ndim == 3]
     return list(dict.fromkeys(found))
 

@@ -78,7 +78,10 @@ def learn_at_first(
     # Replicas agree too, except where replicas may be lost: a joining replica runs its first
     # forward without the others.
     agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
-    groups = [group_of(mesh, axis) for axis in agreeing if axis in axis_names(mesh)]
+    groups = []
+    for axis in agreeing:
+        if axis in axis_names(mesh):
+            groups.append(group_of(mesh, axis))
 
     def learn(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if stacks[0].axis.is_learning:
@@ -91,7 +94,9 @@ def learn_at_first(
         split = [stack for stack in stacks if stack.is_split]
         for stack in split:
             stack.draws_alike = False
-        names = [stack.blocks[0].name for stack in split]
+        names = []
+        for stack in split:
+            names.append(stack.blocks[0].name)
         log.info("sequences are divided from %s on", ", ".join(names))
 
     def check_closed(*_: Any) -> None:

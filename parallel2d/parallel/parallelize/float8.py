@@ -91,7 +91,9 @@ def convert_to_float8(
             ", ".join(listed),
         )
     if not chosen:
-        counts = [f"; {len(listed)}: {reason}" for reason, listed in kept.items()]
+        counts = []
+        for reason, listed in kept.items():
+            counts.append(f"; {len(listed)}: {reason}")
         raise ConfigError(
             f"precision.float8={precision.float8}: no Linear layer inside the blocks can be "
             f"converted{''.join(counts)}"
@@ -115,9 +117,16 @@ def _choose(
 ) -> tuple[dict[str, list[str]], dict[int, str]]:
     """Select the layers to convert. ``layers``: (FQN, layer, True if the layer is a block). Returns
     the names of the excluded layers by reason, and the names of the layers to convert by id."""
-    names = [name for name, _, _ in layers]
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in exclude}
-    unmatched = [pattern for pattern, found in matched.items() if not found]
+    names = []
+    for name, _, _ in layers:
+        names.append(name)
+    matched = {}
+    for pattern in exclude:
+        matched[pattern] = fnmatch.filter(names, pattern)
+    unmatched = []
+    for pattern, found in matched.items():
+        if not found:
+            unmatched.append(pattern)
     if unmatched:
         there = ", ".join(names[:4]) + " ..." * (len(names) > 4)
         raise ConfigError(
@@ -137,7 +146,10 @@ def _choose(
                 size % MULTIPLE for size in layer.weight.shape
             ),
         }
-        reasons = [reason for reason, holds in obstacles.items() if holds]
+        reasons = []
+        for reason, holds in obstacles.items():
+            if holds:
+                reasons.append(reason)
         if reasons:
             kept.setdefault(reasons[0], []).append(name)
         else:

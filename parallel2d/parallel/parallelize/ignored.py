@@ -26,7 +26,9 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     `ConfigError` for an entry that selects nothing, with near names, and for a trainable parameter.
     """
     every = model.named_parameters(remove_duplicate=False)
-    named = {fqn_of(name): parameter for name, parameter in every}
+    named = {}
+    for name, parameter in every:
+        named[fqn_of(name)] = parameter
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:
@@ -42,8 +44,14 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
             nothing = f"chooses no parameter of {type(model).__name__}"
             raise ConfigError(f"ignored: a {type(entry).__name__} {nothing}")
         chosen |= found
-    names = [name for name, parameter in named.items() if parameter in chosen]
-    trained = [name for name in names if named[name].requires_grad]
+    names = []
+    for name, parameter in named.items():
+        if parameter in chosen:
+            names.append(name)
+    trained = []
+    for name in names:
+        if named[name].requires_grad:
+            trained.append(name)
     if trained:
         verb = "are" if len(trained) > 1 else "is"
         raise ConfigError(
@@ -58,7 +66,9 @@ def _matching(
     model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
 ) -> list[nn.Parameter]:
     """Return the parameters with matching names and those below modules with matching names."""
-    found = [named[name] for name in fnmatch.filter(named, pattern)]
+    found = []
+    for name in fnmatch.filter(named, pattern):
+        found.append(named[name])
     for name, module in model.named_modules():
         # The root has an empty name, and no pattern is meant for the root.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):

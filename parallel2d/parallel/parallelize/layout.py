@@ -181,7 +181,9 @@ class Layout:
         """Elements on the peak-memory rank."""
         numel = sum(math.prod(parameter.shape) for parameter in self.whole)
         for group, count in self.equal_groups:
-            parts = [first_part(parameter.shape, self.shape.sharding.shard) for parameter in group]
+            parts = []
+            for parameter in group:
+                parts.append(first_part(parameter.shape, self.shape.sharding.shard))
             numel += count * sum(map(math.prod, parts))
         return numel
 
@@ -192,13 +194,16 @@ class Layout:
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of the blocks."""
-        return [(name, model.get_submodule(name)) for name in self.blocks]
+        found: list[tuple[str, nn.Module]] = []
+        for name in self.blocks:
+            found.append((name, model.get_submodule(name)))
+        return found
 
     def groups_of(self, model: nn.Module) -> list[tuple[list[nn.Module], MixedPrecisionPolicy]]:
         """Return the modules of each group, and their compute and communication dtypes."""
         found = []
         for group in self.groups:
-            modules = [model.get_submodule(name) for name in group.modules]
+            modules = list(map(model.get_submodule, group.modules))
             found.append((modules, group.policy))
         return found
 
@@ -301,7 +306,9 @@ class _Collector:
     ) -> Iterator[LayoutGroup]:
         """Yield the groups, innermost first, the root last."""
         precision = self.precision
-        names = {id(module): name for name, module in model.named_modules()}
+        names = {}
+        for name, module in model.named_modules():
+            names[id(module)] = name
         for modules in buckets:
             policy = precision.policy
             if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:

@@ -188,7 +188,9 @@ def _apply(
                 f"{dtype}; choose the dtype by parallelize(..., ParallelConfig(precision=...))"
             )
     # torch swaps the contents of parameters, including their attributes.
-    attributes = [dict(vars(parameter)) for parameter in module.parameters()]
+    attributes = []
+    for parameter in module.parameters():
+        attributes.append(dict(vars(parameter)))
     result = apply(function, recurse)
     for parameter, kept in zip(module.parameters(), attributes, strict=True):
         vars(parameter).update(kept)

@@ -55,7 +55,9 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
     @torch.no_grad()
     def give(twin: nn.Module) -> Container[str]:
         values, here = {**all_tensors(model), **trained_values(model)}, all_tensors(twin)
-        shapes = [{(name, each.shape) for name, each in one.items()} for one in (values, here)]
+        shapes = []
+        for one in (values, here):
+            shapes.append({(name, each.shape) for name, each in one.items()})
         changed = sorted({name for name, _ in shapes[0] ^ shapes[1]})
         if changed:
             names = first_five(changed, ", ")
@@ -122,7 +124,9 @@ class ShardedCopy:
         """
         reshard(self.module)
         here = parameters_by_name(self.module)
-        averages = {name: here[name].detach() for name in trained_values(self._model)}
+        averages = {}
+        for name in trained_values(self._model):
+            averages[name] = here[name].detach()
         is_narrow = any(each.dtype.itemsize < 4 for each in averages.values())
         if not 0 <= decay <= 1 or (decay and is_narrow):
             raise ConfigError(

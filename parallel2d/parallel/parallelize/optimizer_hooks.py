@@ -63,7 +63,12 @@ def _leave(reference: weakref.ref[UnshardedParameters]) -> None:
 
 
 def _alive() -> list[UnshardedParameters]:
-    return [gathered for reference in _followed if (gathered := reference()) is not None]
+    alive = []
+    for reference in _followed:
+        gathered = reference()
+        if gathered is not None:
+            alive.append(gathered)
+    return alive
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -100,7 +105,10 @@ def _after_step(optimizer: Optimizer, args: Any, _kwargs: Any) -> None:
         stand_in.hand_over(optimizer)
     # A foreach update of `DTensor`s does not count as an in-place change, so it is counted here.
     with quick_reads():
-        updated = [each for each in parameters if each.grad is not None]
+        updated = []
+        for each in parameters:
+            if each.grad is not None:
+                updated.append(each)
     torch.autograd.graph.increment_version(filter(_is_sharded, updated))
     for gathered in _alive():
         list(gathered.changed())

@@ -105,7 +105,10 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
 def _check_axes(mesh: DeviceMesh) -> None:
     """Raise `ConfigError` for axes that a mesh of `build_mesh` never has."""
     sizes = dict(zip(axis_names(mesh), mesh.shape, strict=False))
-    absent = [axis for axis in AXES[:2] if axis not in sizes]
+    absent = []
+    for axis in AXES[:2]:
+        if axis not in sizes:
+            absent.append(axis)
     # Without names, `mesh_shape` says which it needs.
     if "replicate" in sizes and absent:
         raise ConfigError(
@@ -122,7 +125,7 @@ def _check_no_optimizer(model: nn.Module) -> None:
 
     Sharding replaces the parameters, so the optimizer would train nothing.
     """
-    parameters = {id(parameter) for parameter in model.parameters()}
+    parameters = set(map(id, model.parameters()))
     for found in gc.get_objects():
         # `isinstance` reads __class__, which may run code on a proxy; `type` does not.
         if not issubclass(type(found), torch.optim.Optimizer):
@@ -142,7 +145,9 @@ def check_parameters(model: nn.Module) -> None:
     The causes are a gradient hook, a second reference to the parameter or its memory, an update by
     the parameter's own module in forward, and a parameter without a size.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
             raise ConfigError(

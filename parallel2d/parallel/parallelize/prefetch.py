@@ -66,7 +66,10 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         # Later forwards use the chains of the first forward, also if they run other groups.
         handle.remove()
         times = Counter(map(id, ended))
-        once = [group for group in ended if times[id(group)] == 1]
+        once = []
+        for group in ended:
+            if times[id(group)] == 1:
+                once.append(group)
         if config.forward:
             _follow_in_forward(model, list(_chains(_in_order_of_begin(once), config.forward)))
         # Backward runs the groups in the reverse order of the ends of their forwards.
@@ -113,7 +116,9 @@ def _end_at_first(model: nn.Module, ended: Sequence[Group]) -> None:
 
 def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]]]:
     """Yield each group's first module with the first modules of the next ``ahead`` groups."""
-    first = [group[0] for group in order]
+    first = []
+    for group in order:
+        first.append(group[0])
     for index, module in enumerate(first):
         yield module, first[index + 1 : index + 1 + ahead]
 
@@ -126,7 +131,10 @@ def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     begun: list[Group] = []
     for group in ended:
         inside = set(chain.from_iterable(module.modules() for module in group))
-        inner = [index for index, other in enumerate(begun) if other[0] in inside]
+        inner = []
+        for index, other in enumerate(begun):
+            if other[0] in inside:
+                inner.append(index)
         begun.insert(min(inner, default=len(begun)), group)
     return begun
 

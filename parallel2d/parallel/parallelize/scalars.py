@@ -138,10 +138,19 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     ``left_out``: parameters to ignore. Raises `ConfigError` for a complex parameter without
     dimensions, and for a model without any other parameters.
     """
-    to_split = [parameter for parameter in model.parameters() if parameter not in left_out]
-    scalars = {parameter for parameter in to_split if stays_replicated(parameter)}
+    to_split = []
+    for parameter in model.parameters():
+        if parameter not in left_out:
+            to_split.append(parameter)
+    scalars = set()
+    for parameter in to_split:
+        if stays_replicated(parameter):
+            scalars.add(parameter)
     found = places_in(model.modules())
-    places = {parameter: each for parameter, each in found.items() if parameter in scalars}
+    places = {}
+    for parameter, each in found.items():
+        if parameter in scalars:
+            places[parameter] = each
     for parameter, ((_, name), *_) in places.items():
         if parameter.is_complex() and parameter.ndim == 0:
             problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
@@ -163,7 +172,9 @@ def replicate_scalars(
 
     Called after `fully_shard`, which must have ignored these parameters.
     """
-    scalars = [Scalar(each, mesh, computes_in) for each in places]
+    scalars = []
+    for each in places:
+        scalars.append(Scalar(each, mesh, computes_in))
     if not scalars:
         return []
 

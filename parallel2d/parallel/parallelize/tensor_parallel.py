@@ -174,7 +174,10 @@ def resolve_plan(
     words: dict[str, str] = {}
     problems: list[str] = []
     for pattern, style in plan.items():
-        matched = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        matched = []
+        for name in modules:
+            if fnmatch.fnmatchcase(name, pattern):
+                matched.append(name)
         if not matched:
             problems.append(f"{pattern!r} matches no module of {type(model).__name__}")
         elif isinstance(style, str):
@@ -218,7 +221,9 @@ def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
         around, found = found, []
         for module in around:
             children = module.named_children()
-            found += [child for name, child in children if fnmatch.fnmatchcase(name, part)]
+            for name, child in children:
+                if fnmatch.fnmatchcase(name, part):
+                    found.append(child)
     return found
 
 
@@ -247,9 +252,13 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
     Both are split by rows of the common weight. Other ties cannot be completed.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {}
+    for name, module in model.named_modules():
+        names[id(module)] = name
     for group in tied_parameters(model):
-        modules = {names[id(module)]: module for module, _ in group}
+        modules = {}
+        for module, _ in group:
+            modules[names[id(module)]] = module
         # A module that is replicated on purpose requires nothing of the others.
         split = {words.get(name, "replicate") for name in modules} - {"replicate"}
         if split and split <= {"colwise", "colwise_gather_output"}:
@@ -260,7 +269,9 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
 def _check_ties(model: nn.Module, ties: Ties) -> None:
     """Raise `ConfigError` when the plan splits one tied parameter in different ways."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {}
+    for name, module in model.named_modules():
+        names[id(module)] = name
     for group in ties:
         layouts: dict[str, str] = {}
         for module, attribute in group:

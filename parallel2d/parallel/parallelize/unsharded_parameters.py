@@ -57,7 +57,10 @@ class UnshardedParameters:
         # Storage number -> name of its unsharded parameter, set once the parameter was gathered
         self.storages: dict[int, str] = {}
         self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
-        hooked = [module for each in self.groups for module in each.group.modules]
+        hooked = []
+        for each in self.groups:
+            for module in each.group.modules:
+                hooked.append(module)
         for module in dict.fromkeys([*hooked, model]):
             # `prepend`: before the post-forward hook of `fully_shard`, which frees the storage.
             # After that hook a clone would read freed memory, and the identity of the storage is
@@ -192,7 +195,10 @@ class _UnshardedGroup:
 
     def _read(self) -> list[int]:
         with quick_reads():
-            return [version_of(each.sharded) for each in self.group.parameters]
+            found: list[int] = []
+            for each in self.group.parameters:
+                found.append(version_of(each.sharded))
+            return found
 
     def take_updates(self) -> bool:
         """Return True if sharded parameters have changed since the last call.
@@ -209,7 +215,10 @@ class _UnshardedGroup:
         is_new = map(ne, versions, self._versions)
         self._versions = versions
         # Tensors of inference mode have no version.
-        changed = [each for each in compress(gathered, is_new) if each is not None]
+        changed = []
+        for each in compress(gathered, is_new):
+            if each is not None:
+                changed.append(each)
         torch.autograd.graph.increment_version(e for e in changed if not e.is_inference())
         return True
 

@@ -62,7 +62,10 @@ class ReplicaComparison:
         replicas = ranks // self._places
         differs = (squares * replicas != total**2).any(1)
         if differs.any():
-            names = [name for name, each in zip(self._groups, differs, strict=True) if each]
+            names = []
+            for name, each in zip(self._groups, differs, strict=True):
+                if each:
+                    names.append(name)
             raise ConfigError(self._explain(names))
 
     def _explain(self, groups: Sequence[str]) -> str:

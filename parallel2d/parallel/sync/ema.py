@@ -25,7 +25,10 @@ def trained_values(model: nn.Module) -> dict[str, Tensor]:
     # Unsharded parameters of a forward would hide the sharded ones.
     reshard(model)
     parameters = parameters_by_name(model)
-    found = {name: each.detach() for name, each in parameters.items() if each.requires_grad}
+    found = {}
+    for name, each in parameters.items():
+        if each.requires_grad:
+            found[name] = each.detach()
     for engine in engines_in(model):
         found |= engine.updates.shared_values()
     return found
@@ -65,7 +68,9 @@ class EMAWeights:
         Memory: a copy of this rank's local shards.
         """
         parameters = parameters_by_name(self._model)
-        own = [local_part(parameters[name].detach()) for name in self.values]
+        own = []
+        for name in self.values:
+            own.append(local_part(parameters[name].detach()))
         averages = map(local_part, self.values.values())
         with ExitStack() as stack:
             stack.enter_context(equal(zip(own, averages, strict=True)))

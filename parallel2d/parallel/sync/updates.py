@@ -39,7 +39,7 @@ def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
     With ``strategy=hybrid_full`` these are the parts that this replica updates, otherwise the
     parameters of ``model``.
     """
-    return [updated_as(parameter) for parameter in model.parameters()]
+    return list(map(updated_as, model.parameters()))
 
 
 def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -117,7 +117,9 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         shared |= engine.updates.shared_values()
         for group in engine.groups:
             # Frozen parameters have no outer ones.
-            values = {each.name: shared.get(each.name, each.sharded) for each in group.parameters}
+            values = {}
+            for each in group.parameters:
+                values[each.name] = shared.get(each.name, each.sharded)
             found[group.called] = values
     # Parameters without dimensions belong to no group.
     alone: dict[str, Tensor] = {}

@@ -184,13 +184,18 @@ class _Recorder(TorchFunctionMode):
     def _note_written(self, tensor: Tensor) -> None:
         modules = _constructing()
         if modules is not None:
-            calls = [vars(module)[_MADE_BY] for module in modules]
+            calls = []
+            for module in modules:
+                calls.append(vars(module)[_MADE_BY])
             self._writers[tensor.untyped_storage()] = next(iter(calls), _NO_CALL)
 
     def mark_modules(self) -> None:
         """Record the writers of each module's parameters on the module."""
         alive = filter(None, [reference() for reference in self.built])
-        begun = [module for module in alive if "_modules" in vars(module)]
+        begun = []
+        for module in alive:
+            if "_modules" in vars(module):
+                begun.append(module)
         for module in set(chain.from_iterable(each.modules() for each in begun)):
             for name, parameter in direct_parameters(module):
                 writer = self._writers.get(parameter.untyped_storage())
@@ -203,7 +208,9 @@ def _arguments_of(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
     names, rest, named, values = inspect.getargvalues(frame)
     count = frame.f_code.co_argcount
     positional = tuple(values[name] for name in names[1:count])
-    keywords = {name: values[name] for name in names[count:]}
+    keywords = {}
+    for name in names[count:]:
+        keywords[name] = values[name]
     return positional + (values[rest] if rest else ()), keywords | (values[named] if named else {})
 
 
@@ -242,7 +249,10 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
     calls: dict[Any, _Call] = {}
     _collect_calls(model, calls)
     # Without a recorded call of the model, no constructor can run again.
-    made_by = {vars(module).get(_MADE_BY) for module in model.modules() if calls}
+    made_by = set()
+    for module in model.modules():
+        if calls:
+            made_by.add(vars(module).get(_MADE_BY))
     late, written = [], False
     for prefix, module in model.named_modules():
         for name, writer in vars(module).get(_WRITTEN_BY, {}).items():
@@ -291,8 +301,11 @@ def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
 
 def outline(model: nn.Module) -> list[str]:
     """Return classes, names, shapes and ties, which a model that is built again must share."""
-    lines = [f"{name or 'root'}: {type(each).__name__}" for name, each in model.named_modules()]
-    lines += [f"{name} {tuple(each.shape)}" for name, each in all_tensors(model).items()]
+    lines = []
+    for name, each in model.named_modules():
+        lines.append(f"{name or 'root'}: {type(each).__name__}")
+    for name, each in all_tensors(model).items():
+        lines.append(f"{name} {tuple(each.shape)}")
     return lines + [f"{name} tied to {first}" for name, first in ties_of(model).items()]
 
 

@@ -119,7 +119,9 @@ def local_region(tensor: Tensor, positions: Mapping[str, int] | None = None) -> 
     mesh = tensor.device_mesh
     if positions:
         own = zip(axis_names(mesh), mesh.get_coordinate() or (), strict=True)
-        coordinate = [positions.get(name, position) for name, position in own]
+        coordinate = []
+        for name, position in own:
+            coordinate.append(positions.get(name, position))
         lengths, offsets = _compute_local_shape_and_global_offset(
             tensor.shape, mesh.shape, coordinate, tensor.placements
         )

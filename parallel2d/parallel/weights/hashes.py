@@ -23,9 +23,11 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return a signed 64-bit hash of this rank's part of each tensor. Any bit changes the hash."""
     if not tensors:
         return []
-    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
+    values = []
+    for tensor in tensors:
+        values.append(_hash_of(local_part(tensor.detach())))
     # One copy from the device for all.
-    return [int(value) for value in torch.stack(values).tolist()]
+    return list(map(int, torch.stack(values).tolist()))
 
 
 def _hash_of(local: Tensor) -> Tensor:

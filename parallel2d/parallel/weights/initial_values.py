@@ -47,7 +47,9 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     Raises `ConfigError` for a mixture, and for meta parameters without a seed.
     """
     # One name of a meta parameter, and one of another parameter.
-    one = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+    one = {}
+    for name, parameter in model.named_parameters():
+        one[parameter.is_meta] = name
     if not one:
         raise ConfigError(f"{type(model).__name__} has no parameters: there is nothing to train")
     if len(one) == 2:
@@ -150,18 +152,18 @@ class InitialWeights:
         """
         unset: list[str] = []
         fault: Exception | None = None
-        sizes = [sum(target.numel() for _, target in part.targets) for part in parts]
+        sizes = []
+        for part in parts:
+            sizes.append(sum(target.numel() for _, target in part.targets))
         for dealt in deal(sizes, ranks.size):
             values: list[Tensor] = []
             for number in dealt[ranks.own]:
                 part = parts[number]
                 try:
                     drawn = self.draw(part, seed)
-                    unset += [
-                        place[0]
-                        for (place, _), value in zip(part.targets, drawn, strict=True)
-                        if is_unset(value)
-                    ]
+                    for (place, _), value in zip(part.targets, drawn, strict=True):
+                        if is_unset(value):
+                            unset.append(place[0])
                 except Exception as error:
                     # The other ranks wait for values, and get the error after the last exchange.
                     fault = fault or error
@@ -169,7 +171,10 @@ class InitialWeights:
                 values += drawn
             targets = []
             for numbers in dealt:
-                targets.append([target for each in numbers for _, target in parts[each].targets])
+                of_rank = []
+                for each in numbers:
+                    of_rank += [target for _, target in parts[each].targets]
+                targets.append(of_rank)
             ranks.fill(targets, values)
         problem = None if fault is None else f"{type(fault).__name__}: {fault}"
         answers = ranks.all_gather((problem, unset))
@@ -223,11 +228,10 @@ class InitialWeights:
         self, name: str, module: nn.Module, skipped: set[int]
     ) -> Iterator[list[tuple[str, nn.Module]]]:
         """Yield the modules of each part in ``module``, without modules in ``skipped`` (ids)."""
-        children = {
-            join_names(name, key): child
-            for key, child in module.named_children()
-            if id(child) not in skipped
-        }
+        children = {}
+        for key, child in module.named_children():
+            if id(child) not in skipped:
+                children[join_names(name, key)] = child
         if not children or self._writes(name, module, skipped):
             yield list(_in_post_order(module, name, skipped))
             return
@@ -242,7 +246,9 @@ class InitialWeights:
         below = list(_places_on_meta(list(_in_post_order(module, name, skipped))))
         if any(held is module._parameters or held is module._buffers for _, held, _, _ in below):
             return True
-        ids = {id(on_meta) for *_, on_meta in below}
+        ids = set()
+        for *_, on_meta in below:
+            ids.add(id(on_meta))
         is_complete = all(id(each) in ids or not each.is_meta for each in module.parameters())
         writes = _Writes()
         try:
@@ -341,7 +347,9 @@ def _with_ties(
     # Tensor id -> index of its part
     holders: dict[int, int] = {}
     for part in parts:
-        ids = {id(on_meta) for *_, on_meta in _places_on_meta(part)}
+        ids = set()
+        for *_, on_meta in _places_on_meta(part):
+            ids.add(id(on_meta))
         sharing = sorted({holders[each] for each in ids if each in holders})
         index = sharing[0] if sharing else len(merged)
         if not sharing:

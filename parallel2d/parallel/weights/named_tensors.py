@@ -89,7 +89,10 @@ def meet(model: nn.Module, point: str) -> None:
     """Wait until all ranks that share parameters of ``model`` have come to ``point``; see
     [Note: one order of collectives]. Collective. Raises `ConfigError` if one does something else.
     """
-    found = [_meetings[module] for module in model.modules() if module in _meetings]
+    found = []
+    for module in model.modules():
+        if module in _meetings:
+            found.append(_meetings[module])
     for meeting in dict.fromkeys(reference() for reference in found):
         if meeting is not None:
             meeting(point)
@@ -123,7 +126,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Modes and random generators are restored, and unsharded parameters are freed.
     """
-    modes = {module: module.training for module in model.modules()}
+    modes = {}
+    for module in model.modules():
+        modes[module] = module.training
     model.eval()
     try:
         with torch.no_grad(), preserve_rng_states():
@@ -141,7 +146,9 @@ def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
     Memory: a copy of the first tensors.
     """
-    kept = [(tensor, tensor.clone(), shown) for tensor, shown in pairs]
+    kept = []
+    for tensor, shown in pairs:
+        kept.append((tensor, tensor.clone(), shown))
     try:
         for tensor, _, shown in kept:
             tensor.copy_(shown)
@@ -177,7 +184,10 @@ def custom_hooks(model: nn.Module, attribute: str) -> list[str]:
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> parameter; a tied parameter once, under its first name."""
-    return {fqn_of(name): parameter for name, parameter in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        found[fqn_of(name)] = parameter
+    return found
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -185,7 +195,10 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
-    return {fqn_of(name): tensor for name, tensor in named}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named:
+        tensors[fqn_of(name)] = tensor
+    return tensors
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -208,14 +221,23 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return further FQNs of tied parameters -> the first FQN, under which they are stored."""
-    return {fqn_of(name): fqn_of(first) for name, first in ties_of(model).items()}
+    names: dict[str, str] = {}
+    for name, first in ties_of(model).items():
+        names[fqn_of(name)] = fqn_of(first)
+    return names
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
     """Return `tied_names` with the names of ``model``, including wrapper prefixes."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    first = {}
+    for name, parameter in model.named_parameters():
+        first[id(parameter)] = name
     every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(each)] for name, each in every if name != first[id(each)]}
+    found: dict[str, str] = {}
+    for name, each in every:
+        if name != first[id(each)]:
+            found[name] = first[id(each)]
+    return found
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -225,7 +247,10 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> the tensor that an optimizer updates; see `model_structure.updated_as`."""
-    return {name: updated_as(value) for name, value in parameters_by_name(model).items()}
+    found: dict[str, nn.Parameter] = {}
+    for name, value in parameters_by_name(model).items():
+        found[name] = updated_as(value)
+    return found
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -235,7 +260,11 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     """
     stepped = set(map(id, stepped_by(optimizer)))
     # The order of the groups may differ between runs; the model's order does not.
-    return {name: each for name, each in updated_by_name(model).items() if id(each) in stepped}
+    parameters: dict[str, Tensor] = {}
+    for name, each in updated_by_name(model).items():
+        if id(each) in stepped:
+            parameters[name] = each
+    return parameters
 
 
 def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -315,14 +344,20 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         names[id(parameter)] = name
         entries = optimizer.state.get(parameter, {})
         # Tensors are in `optimizer_tensors`; other types are not saved.
-        plain = {key: value for key, value in entries.items() if isinstance(value, SCALARS)}
+        plain = {}
+        for key, value in entries.items():
+            if isinstance(value, SCALARS):
+                plain[key] = value
         if plain:
             scalars[name] = plain
     groups = []
     for group in optimizer.param_groups:
         settings = plain_settings(group)
         # Settings that a manifest cannot hold, such as a tensor of several values, are omitted.
-        kept = {key: value for key, value in settings.items() if _is_plain(value)}
+        kept = {}
+        for key, value in settings.items():
+            if _is_plain(value):
+                kept[key] = value
         # An optimizer may hold parameters of other models.
         listed = filter(None, [names.get(id(each)) for each in group["params"]])
         groups.append({"settings": kept, "parameters": list(listed)})

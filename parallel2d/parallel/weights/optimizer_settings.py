@@ -63,12 +63,17 @@ def match_settings(
     matched: list[Settings] = []
     problems: list[str] = []
     for number, (group, listed) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-        indices = [index_of[name] for name in listed if name in index_of]
+        indices = []
+        for name in listed:
+            if name in index_of:
+                indices.append(index_of[name])
         # A group without parameters matches the stored group at its index.
         if not listed and len(stored) == len(names) and not stored[number][1]:
             indices = [number]
         # Each once, in the order of the parameters here: the first stored group decides.
-        given = [stored[index][0] for index in dict.fromkeys(indices)]
+        given = []
+        for index in dict.fromkeys(indices):
+            given.append(stored[index][0])
         own = set(group) - _NOT_OF_A_CLASS
         for settings in given if check_class else ():
             problems += _other_class(optimizer, own, settings)

@@ -55,7 +55,10 @@ def has_weights(path: str) -> bool:
     """Return True if the folder holds safetensors. Raise `ConfigError` if it holds only pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
-    pickled = [name for name in _PICKLED if _has(path, name)]
+    pickled = []
+    for name in _PICKLED:
+        if _has(path, name):
+            pickled.append(name)
     if pickled:
         raise ConfigError(
             f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
@@ -86,7 +89,11 @@ class _Target(NamedTuple):
     spellings: list[str]
 
     def stored_names(self, stored: Mapping[str, _Stored]) -> list[str]:
-        return [name for name in self.spellings if name in stored]
+        names: list[str] = []
+        for name in self.spellings:
+            if name in stored:
+                names.append(name)
+        return names
 
 
 @torch.no_grad()
@@ -169,7 +176,9 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
     ``adapted``: prefix of the base's names in a model with adapters.
     """
     reshard(model)
-    targets = {name: _Target(value, [name], []) for name, value in model_tensors(model).items()}
+    targets = {}
+    for name, value in model_tensors(model).items():
+        targets[name] = _Target(value, [name], [])
     for name, first in tied_names(model).items():
         targets[first].names.append(name)
     for target in targets.values():
@@ -197,7 +206,11 @@ def _lacking(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
             )
         left_to_caller.update(matching)
-    return [f"{name} is missing" for name in missing if name not in left_to_caller]
+    found: list[str] = []
+    for name in missing:
+        if name not in left_to_caller:
+            found.append(f"{name} is missing")
+    return found
 
 
 def _find_stored(
@@ -211,14 +224,19 @@ def _find_stored(
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})
     # The library builds a second model to find its names, which takes time.
-    wanted = [target for target in targets if target.spellings]
+    wanted = []
+    for target in targets:
+        if target.spellings:
+            wanted.append(target)
     if all(target.stored_names(stored) for target in wanted):
         return stored
     try:
         forms = huggingface.stored_forms(model, headers)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    converted = {name: _put_together(name, form, headers) for name, form in forms.items()}
+    converted = {}
+    for name, form in forms.items():
+        converted[name] = _put_together(name, form, headers)
     # Names without conversion take precedence.
     return {**converted, **stored}
 
@@ -227,7 +245,9 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     """Return the position of each part of parameter ``name``. Nothing is read."""
     try:
         # torch checks on meta tensors that the parts fit together.
-        groups = [_group_on_meta(group, form, headers) for group in form.names]
+        groups = []
+        for names in form.names:
+            groups.append(_group_on_meta(names, form, headers))
         whole = groups[0] if form.dim is None else torch.cat(groups, form.dim)
         # torch skips tensors of shape (0,).
         if any(group.ndim != whole.ndim for group in groups):
@@ -253,7 +273,9 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
 
 def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: _Headers) -> Tensor:
     """Return the stacked tensors of a group, or its only tensor. Raises torch's shape errors."""
-    tensors = [torch.empty(headers[name][1].shape, device="meta") for name in names]
+    tensors = []
+    for name in names:
+        tensors.append(torch.empty(headers[name][1].shape, device="meta"))
     (group,) = [torch.stack(tensors)] if form.stacked else tensors
     return group
 

@@ -43,7 +43,9 @@ def deal(sizes: Sequence[int], ranks: int) -> Iterator[list[list[int]]]:
     while begin < len(order):
         most = max(HELD_VALUES, sizes[order[begin]])
         loads = [(0, rank) for rank in range(ranks)]
-        dealt: list[list[int]] = [[] for _ in loads]
+        dealt: list[list[int]] = []
+        for _ in loads:
+            dealt.append([])
         while begin < len(order):
             number = order[begin]
             load, rank = loads[0]
@@ -92,7 +94,10 @@ class ReplicaRanks:
         for axis, count in (("tensor", self._tensors), ("shard", self._shards)):
             if count > 1:
                 gathered = exchange.all_gather(found, self._mesh.get_group(axis))
-                found = {rank: each for part in gathered for rank, each in part.items()}
+                found = {}
+                for part in gathered:
+                    for rank, each in part.items():
+                        found[rank] = each
         return found
 
     @torch.no_grad()
@@ -109,7 +114,9 @@ class ReplicaRanks:
             return
         steps = [list(self._steps(each)) for each in targets]
         for number in range(max(map(len, steps))):
-            now = [each[number] if number < len(each) else [] for each in steps]
+            now = []
+            for each in steps:
+                now.append(each[number] if number < len(each) else [])
             self._exchange(now, values)
         self._regions.clear()
 
@@ -165,7 +172,9 @@ class ReplicaRanks:
                     common = self._region(piece.tensor, self._shard).intersect(piece.region)
                     if common is not None:
                         kept.append((piece.tensor, common))
-            sizes = [_bytes(tensor.dtype, region.numel) for tensor, region in kept[begin:]]
+            sizes = []
+            for tensor, region in kept[begin:]:
+                sizes.append(_bytes(tensor.dtype, region.numel))
             incoming.append(sum(sizes))
         received = packed
         if self._shards > 1:
@@ -173,7 +182,9 @@ class ReplicaRanks:
             dist.all_to_all_single(
                 received, packed, incoming, counts, group=self._mesh.get_group("shard")
             )
-        shapes = [(tensor.dtype, region.lengths) for tensor, region in kept]
+        shapes = []
+        for tensor, region in kept:
+            shapes.append((tensor.dtype, region.lengths))
         for (tensor, common), view in zip(kept, _views(received, shapes), strict=True):
             own = self._region(tensor, self._shard)
             local_part(tensor)[common.slices_in(own)].copy_(view)
@@ -191,7 +202,9 @@ class ReplicaRanks:
                     part = values[piece.number][piece.region.slices]
                     given.append(part.to(piece.tensor.dtype))
             if self._tensors > 1 and own:
-                shapes = [(piece.tensor.dtype, piece.region.lengths) for piece in own]
+                shapes = []
+                for piece in own:
+                    shapes.append((piece.tensor.dtype, piece.region.lengths))
                 size = sum(_bytes(piece.tensor.dtype, piece.region.numel) for piece in own)
                 packed = torch.empty(size, dtype=torch.uint8, device=self._device)
                 if given:
@@ -213,7 +226,9 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
     size = sum(_bytes(part.dtype, part.numel()) for part in parts)
     device = parts[0].device if parts else None
     message = torch.empty(size, dtype=torch.uint8, device=device)
-    shapes = [(part.dtype, tuple(part.shape)) for part in parts]
+    shapes = []
+    for part in parts:
+        shapes.append((part.dtype, tuple(part.shape)))
     for view, part in zip(_views(message, shapes), parts, strict=True):
         view.copy_(part)
     return message

@@ -94,7 +94,10 @@ class WeightSource:
         if not self._on_meta:
             digests = all_gather(_digest(model.named_parameters()))
             pairs = zip(members(), digests, strict=True)
-            different = [rank for rank, other in pairs if other != digests[0]]
+            different = []
+            for rank, other in pairs:
+                if other != digests[0]:
+                    different.append(rank)
             if different:
                 first = leader()
                 raise ConfigError(
@@ -127,14 +130,19 @@ class WeightSource:
                 seed = self._seed or 0
                 self._initial.write(model, seed, mesh.device_type, given=given, mesh=mesh)
                 return
-            loaded = {id(each) for name, each in here.items() if name in given}
+            loaded = set()
+            for name, each in here.items():
+                if name in given:
+                    loaded.add(id(each))
             here = {name: each for name, each in here.items() if id(each) not in loaded}
             if not any(isinstance(each, nn.Parameter) for each in here.values()):
                 return
             self._build(mesh, topology)
             route = route_in_replica(mesh)
         # Buffers too: other ranks may have them on meta. Tied tensors are sent once.
-        pairs = {id(each): (each, self._received.get(name)) for name, each in here.items()}
+        pairs = {}
+        for name, each in here.items():
+            pairs[id(each)] = (each, self._received.get(name))
         fill(pairs.values(), route)
         self._received = {}
 
@@ -193,7 +201,9 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     problem = None
     if dist.get_rank() == source:
-        weights = {name: tensor.detach() for name, tensor in all_tensors(model).items()}
+        weights = {}
+        for name, tensor in all_tensors(model).items():
+            weights[name] = tensor.detach()
         meta = [name for name, tensor in weights.items() if tensor.is_meta]
         if meta:
             names = first_five(meta, ", ")
@@ -217,7 +227,10 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 def _refuse_sparse(model: nn.Module, source: int) -> None:
     """Raise `ConfigError` on every rank if a tensor of one is sparse. Collective."""
-    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
+    sparse = []
+    for name, each in all_tensors(model).items():
+        if each.layout != torch.strided:
+            sparse.append(name)
     problem = None
     if sparse:
         problem = (
@@ -251,7 +264,10 @@ def check_same_structure(model: nn.Module) -> None:
         less = sorted(set(first) - set(own)) or ["nothing"]
         difference = f"{first_five(more)}; not {first_five(less)}"
     found = dict(zip(members(), all_gather(difference), strict=True))
-    different = [rank for rank, text in found.items() if text]
+    different = []
+    for rank, text in found.items():
+        if text:
+            different.append(rank)
     if different:
         one = different[0]
         raise ConfigError(
@@ -265,11 +281,15 @@ def _check_buffers(model: nn.Module) -> None:
 
     No initializer sets the buffer again.
     """
-    own = {
-        name: _digest([(name, each)]) for name, each in model.named_buffers() if not each.is_meta
-    }
+    own = {}
+    for name, each in model.named_buffers():
+        if not each.is_meta:
+            own[name] = _digest([(name, each)])
     first = broadcast(own)
-    differing = [name for name, digest in own.items() if digest != first.get(name)]
+    differing = []
+    for name, digest in own.items():
+        if digest != first.get(name):
+            differing.append(name)
     found = dict(zip(members(), all_gather(differing), strict=True))
     different = {rank: names for rank, names in found.items() if names}
     if different:

@@ -184,7 +184,9 @@ def rekey_optimizer_state(
     for group in state["param_groups"]:
         groups.append({**group, "params": [rekeyed[each] for each in group["params"]]})
     # Parameters without state occur only in groups.
-    state_of = {rekeyed[parameter]: entries for parameter, entries in state["state"].items()}
+    state_of = {}
+    for parameter, entries in state["state"].items():
+        state_of[rekeyed[parameter]] = entries
     return {"state": state_of, "param_groups": groups}
 
 
@@ -243,8 +245,14 @@ def load_full_state(
 
 
 def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = {kind: state.get(kind) or {} for kind in ("model", "optimizer")}
-    return {kind: value[name] for kind, value in given.items() if name in value}
+    given = {}
+    for kind in ("model", "optimizer"):
+        given[kind] = state.get(kind) or {}
+    found: dict[str, Any] = {}
+    for kind, value in given.items():
+        if name in value:
+            found[kind] = value[name]
+    return found
 
 
 def _by_name(
@@ -339,14 +347,21 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         elif state:
             problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]
-    tensors = {fqn_of(name): tensor for name, tensor in given.items()}
+    tensors = {}
+    for name, tensor in given.items():
+        tensors[fqn_of(name)] = tensor
     here = model_tensors(model)
-    problems = [f"{name} is missing" for name in here if name not in tensors]
+    problems = []
+    for name in here:
+        if name not in tensors:
+            problems.append(f"{name} is missing")
     problems += _other_shapes(tensors, here)
     # The state dict of a bare model lists a tied parameter under each of its names. Buffers outside
     # of state dicts are also allowed.
     known = all_tensors(model).keys() | here.keys()
-    problems += [f"{name} is not in the model" for name in tensors if name not in known]
+    for name in tensors:
+        if name not in known:
+            problems.append(f"{name} is not in the model")
     hooked = custom_hooks(model, "_load_state_dict_pre_hooks")
     if problems and hooked:
         problems.insert(
@@ -377,9 +392,13 @@ def _match_optimizer(
     """
     if state is None:
         return {}, [], ["it has no optimizer"]
-    names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
+    names = []
+    for group in describe_optimizer(model, optimizer)["groups"]:
+        names.append(group["parameters"])
     all_names = list(chain.from_iterable(names))
-    listed = [group["params"] for group in state["param_groups"]]
+    listed = []
+    for group in state["param_groups"]:
+        listed.append(group["params"])
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
         # Numbers count through the groups, so they match only if groups have equal sizes.
@@ -390,13 +409,17 @@ def _match_optimizer(
         state = rekey_optimizer_state(state, key="name", names=all_names)
     entries: Entries = state["state"]
     unknown = sorted(entries.keys() - set(all_names))
-    problems = [f"{name} is in its optimizer and not in this one" for name in unknown]
+    problems = []
+    for name in unknown:
+        problems.append(f"{name} is in its optimizer and not in this one")
     given: dict[str, Any] = {}
     for name, values in entries.items():
         given |= {f"{key}/{name}": value for key, value in values.items()}
     # Before its first step the optimizer has no tensors, and any shape fits.
     problems += _other_shapes(given, optimizer_tensors(model, optimizer))
-    stored = [(plain_settings(group), group["params"]) for group in state["param_groups"]]
+    stored = []
+    for group in state["param_groups"]:
+        stored.append((plain_settings(group), group["params"]))
     new_settings, more = match_settings(optimizer, names, stored, wanted=settings, check_class=True)
     return entries, new_settings, problems + more
 

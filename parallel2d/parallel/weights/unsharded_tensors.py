@@ -202,8 +202,14 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     They are ``model`` (FQN ``""``) and the modules of each bucket.
     """
     # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
-    every = [(fqn_of(name), module) for name, module in model.named_modules()]
-    return [(name, module) for name, module in every if issubclass(type(module), FSDPModule)]
+    every = []
+    for name, module in model.named_modules():
+        every.append((fqn_of(name), module))
+    modules: list[tuple[str, nn.Module]] = []
+    for name, module in every:
+        if issubclass(type(module), FSDPModule):
+            modules.append((name, module))
+    return modules
 
 
 # Attribute of unsharded parameters, which reveals a nested context.
@@ -242,7 +248,9 @@ def _write_back(
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return
-    kept = [whole.grad is not None for whole in wholes.values()]
+    kept = []
+    for whole in wholes.values():
+        kept.append(whole.grad is not None)
     # The other ranks have no unsharded parameters, so rank 0 decides for them.
     if source is not None:
         kept = broadcast(kept, source)

@@ -483,7 +483,9 @@ class Checkpointer:
         """Rank 0: write `BEST`, or delete it."""
         text = None
         if self._best:
-            named = {key: self._best.get(key) for key in ("metric", "mode", "step", "value")}
+            named = {}
+            for key in ("metric", "mode", "step", "value"):
+                named[key] = self._best.get(key)
             named["checkpoint"] = step_name(self._best["step"])
             text = json.dumps(named, indent=1) + "\n"
         try:

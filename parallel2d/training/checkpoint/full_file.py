@@ -72,7 +72,7 @@ def _ranks_of(model: Models) -> Group:
     if not dist.is_initialized():
         return Group(None)
     models = [model] if isinstance(model, nn.Module) else model.values()
-    groups = {part_of(each) for each in models}
+    groups = set(map(part_of, models))
     if len(groups) > 1:
         raise ConfigError(
             "save_full and load_full: the models are on meshes of different ranks; use one file "

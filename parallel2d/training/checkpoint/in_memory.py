@@ -160,14 +160,19 @@ class InMemoryCheckpoints:
         # A rank that started later does not know of an earlier fault.
         self.on = all(is_on for _, is_on, _ in answers)
         if self.on:
-            found = {rank: copies for rank, _, copies in answers}
+            found = {}
+            for rank, _, copies in answers:
+                found[rank] = copies
             self._sources = self._group.on_first(lambda: self._find_sources(found))
         return sorted(self._sources)
 
     def _copies(self) -> list[str]:
         """Return the paths of the copies on this node, complete or not."""
         found = Path(self._folder).glob("*/*/*/*")
-        return [str(path.relative_to(self._folder)) for path in found]
+        copies: list[str] = []
+        for path in found:
+            copies.append(str(path.relative_to(self._folder)))
+        return copies
 
     def _find_sources(
         self, reached: Mapping[int, Sequence[str]]
@@ -201,11 +206,17 @@ class InMemoryCheckpoints:
         """Load and verify the copy of ``step``. Raises `DamagedCheckpointError` with the reason on
         all ranks if the copy cannot be read. Collective."""
         rank, sources, group = self._group.rank, self._sources[step], self._group
-        reached = {path for source, path in sources.values() if source == rank}
+        reached = set()
+        for source, path in sources.values():
+            if source == rank:
+                reached.add(path)
         held = group.agree(lambda: {path: self._read(path) for path in reached})
         moved = sorted(to for to, (source, _) in sources.items() if source != to)
         if moved:
-            mine = {to: held[sources[to][1]] for to in moved if sources[to][0] == rank}
+            mine = {}
+            for to in moved:
+                if sources[to][0] == rank:
+                    mine[to] = held[sources[to][1]]
             manifest = self._exchange({to: blocks[0] for to, blocks in mine.items()})
             state = self._exchange({to: blocks[1] for to, blocks in mine.items()})
             held.setdefault(sources[rank][1], [manifest, state])
@@ -219,15 +230,19 @@ class InMemoryCheckpoints:
     def _read(self, path: str) -> list[Tensor]:
         """Map the manifest and the state file of a copy into memory."""
         folder = LocalFolder(os.path.join(self._folder, path))
-        found = [folder.source(name) for name in (MANIFEST, STATE)]
+        found = list(map(folder.source, (MANIFEST, STATE)))
         return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
 
     def _exchange(self, sent: Mapping[int, Tensor]) -> Tensor:
         """Send each rank in ``sent``, ordered by rank, its bytes, and return the bytes that this
         rank receives: at most one rank sends to it. Collective."""
         sizes = {to: data.numel() for to, data in sent.items()}
-        incoming = [each.get(self._group.rank, 0) for each in self._group.all_gather(sizes)]
-        outgoing = [sizes.get(rank, 0) for rank in filter(is_present, range(self._group.size))]
+        incoming = []
+        for each in self._group.all_gather(sizes):
+            incoming.append(each.get(self._group.rank, 0))
+        outgoing = []
+        for rank in filter(is_present, range(self._group.size)):
+            outgoing.append(sizes.get(rank, 0))
         received = torch.empty(sum(incoming), dtype=torch.uint8)
         data = [_NOTHING, *sent.values()]
         # A single tensor is sent without a copy.
@@ -299,7 +314,10 @@ class InMemoryCheckpoints:
             tensors, blocks = pack(parts)
             manifest = dataclasses.replace(manifest, tensors=tensors)
             lasting = _changed_by_updates(state)
-            ids = {id(part.values) for part in parts if part.name in lasting}
+            ids = set()
+            for part in parts:
+                if part.name in lasting:
+                    ids.add(id(part.values))
             self._staged = self._staging.start(blocks, ids)
             if not self._whole:
                 self._check_room(splits)
@@ -431,8 +449,14 @@ def _changed_by_updates(state: SavedState) -> set[str]:
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
     """Choose a copy for ``rank``: preferably the copy that it wrote, which has its random
     generators, then any copy that it can read; otherwise senders take turns."""
-    here = [source for source in sources if source[0] == rank]
-    own = [source for source in here if f"/rank-{rank:05d}/" in source[1]]
+    here = []
+    for source in sources:
+        if source[0] == rank:
+            here.append(source)
+    own = []
+    for source in here:
+        if f"/rank-{rank:05d}/" in source[1]:
+            own.append(source)
     return (own or here or [sources[rank % len(sources)]])[0]
 
 

@@ -95,7 +95,9 @@ class Staging:
             blocks: the tensors, of which those on a device are on one kind of device.
             until_update: ids of the blocks that only the optimizer changes.
         """
-        sizes = [block.nbytes for block in blocks]
+        sizes = []
+        for block in blocks:
+            sizes.append(block.nbytes)
         device_type = next(
             (each.device.type for each in blocks if each.device.type != "cpu"), "cpu"
         )
@@ -204,7 +206,9 @@ class LocalState(Checkpoint):
         return state
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        held = [chunk.region for chunk in self.tensors[name].chunks]
+        held = []
+        for chunk in self.tensors[name].chunks:
+            held.append(chunk.region)
         if held != ([region] if region.numel else []):
             raise DamagedCheckpointError(
                 f"{self.folder.label} has {held} of {name}, and not {region}: the layout differs"

@@ -181,7 +181,9 @@ class Checkpoint:
         header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
         # A file of the right size may still belong to another checkpoint.
-        found = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
+        found = {}
+        for key, entry in header.items():
+            found[key] = (entry.dtype, entry.shape)
         if found != expected:
             wrong = min(key for key, _ in found.items() ^ expected.items())
             there, told = found.get(wrong, "not there"), expected.get(wrong, "not there")
@@ -380,11 +382,16 @@ def to_json(value: Any, place: str) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case list() if kind is list:
-            return [to_json(item, f"{place}[{index}]") for index, item in enumerate(value)]
+            found = []
+            for index, item in enumerate(value):
+                found.append(to_json(item, f"{place}[{index}]"))
+            return found
         case tuple() if kind is tuple:
             return {"$tuple": to_json(list(value), place)}
         case dict() if kind in _DICTS:
-            pairs = [[key, to_json(item, f"{place}.{key}")] for key, item in value.items()]
+            pairs = []
+            for key, item in value.items():
+                pairs.append([key, to_json(item, f"{place}.{key}")])
             # A key of the caller such as $tuple must not be read as one of ours.
             is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
             if kind is dict and is_plain:
@@ -409,10 +416,15 @@ def from_json(value: Any) -> Any:
                 return tuple(map(from_json, items))
             case dict() if marks := _MARKED.keys() & value:
                 (mark,) = marks
-                items = [(from_json(key), from_json(item)) for key, item in value[mark]]
+                items = []
+                for key, item in value[mark]:
+                    items.append((from_json(key), from_json(item)))
                 return _MARKED[mark](dict(items))
             case dict():
-                return {key: from_json(item) for key, item in value.items()}
+                found = {}
+                for key, item in value.items():
+                    found[key] = from_json(item)
+                return found
     except (TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{MANIFEST}: a value is not readable: {error}") from None
     return value
@@ -423,9 +435,12 @@ def _finite(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return str(value)
         case dict():
-            return {str(key): _finite(item) for key, item in value.items()}
+            found = {}
+            for key, item in value.items():
+                found[str(key)] = _finite(item)
+            return found
         case list() | tuple():
-            return [_finite(item) for item in value]
+            return list(map(_finite, value))
         case None | bool() | int() | float() | str():
             return value
     raise TypeError(

@@ -91,7 +91,10 @@ class Resume:
         step = self._own_step(resume)
         if step is not None:
             state = self._load_path(self.store.path_of(step), step)
-            later = [other for other in own if other > step]
+            later = []
+            for other in own:
+                if other > step:
+                    later.append(other)
             self._aside = dict.fromkeys(later, f"checkpoint.resume={resume}")
             return state
         if not own:

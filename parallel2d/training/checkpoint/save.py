@@ -278,7 +278,10 @@ def _publish(
 ) -> tuple[str | None, int]:
     """Combine the ranks' answers (parts of tensors, file, error), and write the manifest."""
     try:
-        errors = [error for _, _, error in answers if error]
+        errors = []
+        for _, _, error in answers:
+            if error:
+                errors.append(error)
         if errors:
             more = f" and {len(errors) - 4} more ranks" if errors[4:] else ""
             raise CheckpointError("; ".join(errors[:4]) + more)

@@ -81,19 +81,30 @@ def load_ema(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None
 def buffer_names(model: nn.Module) -> list[str]:
     """Return the names of the persistent buffers among the `model_tensors`."""
     buffers = set(map(id, model.buffers()))
-    return [name for name, tensor in model_tensors(model).items() if id(tensor) in buffers]
+    names: list[str] = []
+    for name, tensor in model_tensors(model).items():
+        if id(tensor) in buffers:
+            names.append(name)
+    return names
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found[f"{prefix}/{name}"] = tensor
+    return found
 
 
 def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[str]:
     """Compare the tensors of the model with the tensors of the checkpoint by name and shape.
     Returns one line per difference; with ``strict`` raises `ConfigError` with all lines instead."""
-    here = {name: list(tensor.shape) for name, tensor in model_tensors(model).items()}
+    here = {}
+    for name, tensor in model_tensors(model).items():
+        here[name] = list(tensor.shape)
     names = names_under(["model"], checkpoint.tensors)
-    stored = {name.removeprefix("model/"): list(checkpoint.tensors[name].shape) for name in names}
+    stored = {}
+    for name in names:
+        stored[name.removeprefix("model/")] = list(checkpoint.tensors[name].shape)
     there = {name: stored[first] for name, first in checkpoint.manifest.tied.items()} | stored
     lines = []
     for name, shape in here.items():
@@ -142,7 +153,9 @@ def check_optimizer(
 
 def list_differences(lines: Sequence[str]) -> str:
     """Join the lines, indented; of a long list, show the first ones and count the rest."""
-    shown = [f"  {line}" for line in lines[:_SHOWN]]
+    shown = []
+    for line in lines[:_SHOWN]:
+        shown.append(f"  {line}")
     if len(lines) > _SHOWN:
         shown.append(f"  ... and {len(lines) - _SHOWN} more")
     return "\n".join(shown)
@@ -154,8 +167,12 @@ def stored_settings(
     """Return the stored settings of each parameter group of ``optimizer``, or only its counters if
     the settings are not ``wanted``. Raises `ConfigError` if the match is ambiguous."""
     groups = checkpoint.manifest.optimizer.get("groups", [])
-    stored = [(from_json(group.get("settings", {})), group["parameters"]) for group in groups]
-    names = [group["parameters"] for group in describe_optimizer(model, optimizer)["groups"]]
+    stored = []
+    for group in groups:
+        stored.append((from_json(group.get("settings", {})), group["parameters"]))
+    names = []
+    for group in describe_optimizer(model, optimizer)["groups"]:
+        names.append(group["parameters"])
     same_class = checkpoint.manifest.optimizer.get("class") == type(optimizer).__name__
     matched, problems = match_settings(
         optimizer, names, stored, wanted=wanted, same_class=same_class
@@ -179,7 +196,11 @@ def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
 def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
     """Select the ``names`` that begin with one of the ``prefixes`` and a slash."""
     beginnings = tuple(f"{prefix}/" for prefix in prefixes)
-    return [name for name in names if name.startswith(beginnings)]
+    found: list[str] = []
+    for name in names:
+        if name.startswith(beginnings):
+            found.append(name)
+    return found
 
 
 @torch.no_grad()
@@ -308,7 +329,10 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
     for name, momentum in outer.momenta.items():
         _fill_if_saved(momentum, f"sync/momentum/{name}", checkpoint)
     steps, finished_after = checkpoint.read(STEPS).tolist()
-    arrived = {name for name in outer.parameters if f"sync/mean/{name}" in checkpoint.tensors}
+    arrived = set()
+    for name in outer.parameters:
+        if f"sync/mean/{name}" in checkpoint.tensors:
+            arrived.add(name)
     for name in outer.resume(steps, finished_after, arrived):
         parameter = outer.parameters[name]
         parameter.mean = torch.zeros_like(parameter.outer, requires_grad=False)
@@ -328,7 +352,10 @@ def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first:
     saved = checkpoint.manifest.mesh.get("replicate", 1)
     available = _replicas_in(checkpoint.tensors, kept.residual_name)
     is_same = saved == kept.replicas
-    taken = [each for each in available if not is_same or each == kept.replica]
+    taken = []
+    for each in available:
+        if not is_same or each == kept.replica:
+            taken.append(each)
     for name, value in kept.residuals().items() if taken else ():
         total = torch.zeros_like(value)
         for replica in taken:
@@ -391,7 +418,10 @@ def rng_tensors(rank: int) -> dict[str, Tensor]:
     on_device = random_state(accelerator_type())
     if on_device is not None:
         found["accelerator"] = on_device
-    return {f"rng/{rank:05d}/{name}": tensor for name, tensor in found.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        tensors[f"rng/{rank:05d}/{name}"] = tensor
+    return tensors
 
 
 def _optional(value: float | None) -> Tensor:

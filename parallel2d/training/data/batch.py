@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
-from parallel2d.training.data.order import mix
+from parallel2d.training.data.sample_order import mix
 
 # 2**64 divided by the golden ratio, odd: spreads consecutive numbers over all 64-bit words
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -149,7 +149,7 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return list(map(without_nulls, value))
     return value
 
 
@@ -164,7 +164,10 @@ def _text_of(file: Path) -> str:
 def _default_template(given: Any) -> str | None:
     """Return the template in a ``tokenizer_config.json``: text, or the default of several."""
     if isinstance(given, list):
-        named = {entry["name"]: entry["template"] for entry in given if "template" in entry}
+        named = {}
+        for entry in given:
+            if "template" in entry:
+                named[entry["name"]] = entry["template"]
         given = named.get("default")
     return given if isinstance(given, str) else None
 

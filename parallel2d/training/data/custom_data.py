@@ -20,8 +20,8 @@ from parallel2d.base.config.options import call_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
 from parallel2d.training.data.batch import IGNORED, Batch, mixed_with
-from parallel2d.training.data.order import Schedule
 from parallel2d.training.data.prepare import worker_count
+from parallel2d.training.data.sample_order import Schedule
 from parallel2d.training.data.stream import Array, SampleStream
 
 # Names of targets, as parameters of a model's forward and as keys of a batch
@@ -87,11 +87,17 @@ class Collation:
         dict the value under one of `TARGET_NAMES`. Raises `ConfigError` for several of them."""
         batch = self._collate(list(samples))
         if isinstance(batch, dict):
-            named = [name for name in TARGET_NAMES if name in batch]
+            named = []
+            for name in TARGET_NAMES:
+                if name in batch:
+                    named.append(name)
             # Next to targets, labels are inputs, such as the classes ``y`` of a diffusion model.
             if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
                 raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
-            inputs = {name: value for name, value in batch.items() if name not in named[:1]}
+            inputs = {}
+            for name, value in batch.items():
+                if name not in named[:1]:
+                    inputs[name] = value
             return inputs, batch[named[0]] if named else None
         if isinstance(batch, tuple | list):
             *values, targets = batch
@@ -138,7 +144,9 @@ class CustomStream(SampleStream):
 
     def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
         """Collate the samples with a position; without any, one sample with weight zero."""
-        indices = [index for _, index in self._locate(where if rows else np.zeros(1, np.int64))]
+        indices = []
+        for _, index in self._locate(where if rows else np.zeros(1, np.int64)):
+            indices.append(index)
         samples = list(self._pool.map(self._samples.dataset.__getitem__, indices))
         return batch_of(self._samples.collation, samples, rows, where)
 

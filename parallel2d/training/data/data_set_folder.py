@@ -40,10 +40,15 @@ def saved_files(path: str, split: str) -> list[str]:
         return []
     described = read_json(inside(path, state))
     try:
-        names = [str(file["filename"]) for file in described["_data_files"]]
+        names = []
+        for file in described["_data_files"]:
+            names.append(str(file["filename"]))
     except (TypeError, KeyError):
         raise ValueError("state.json does not list the files") from None
-    return [inside(path, os.path.join(folder, name)) for name in names]
+    files: list[str] = []
+    for name in names:
+        files.append(inside(path, os.path.join(folder, name)))
+    return files
 
 
 def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> list[str]:
@@ -115,7 +120,9 @@ def _configurations(path: str) -> list[dict[Any, Any]]:
 
 def _of_subset(configurations: list[dict[Any, Any]], subset: str | None) -> dict[str, list[str]]:
     """Split -> patterns, of the configuration ``subset``, or of the default one."""
-    names = [str(each.get("config_name")) for each in configurations]
+    names = []
+    for each in configurations:
+        names.append(str(each.get("config_name")))
     chosen = configurations[0] if len(configurations) == 1 and subset is None else None
     for name, each in zip(names, configurations, strict=True):
         is_default = name == "default" or each.get("default") is True

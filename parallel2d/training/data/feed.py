@@ -106,7 +106,10 @@ class BatchPlan:
             slot = turn * self._data_ranks + place
             taken.append(first + order[slot] if slot < len(order) else None)
         size = self.micro_batch_size
-        return [taken[begin : begin + size] for begin in range(0, len(taken), size)]
+        found: list[list[Position]] = []
+        for begin in range(0, len(taken), size):
+            found.append(taken[begin : begin + size])
+        return found
 
     def imbalance(self, work: Sequence[float]) -> float:
         """Return the work of the rank with the most, divided by the mean over ranks."""
@@ -124,12 +127,18 @@ def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) ->
         factors = f"micro_batch_size {micro} x {ranks} data ranks = {product}"
         # If the division has no remainder, the divisors of the share are valid sizes.
         share, rest = divmod(global_batch, ranks)
-        divisors = [str(size) for size in range(1, min(share, 64) + 1) if share % size == 0]
+        divisors = []
+        for size in range(1, min(share, 64) + 1):
+            if share % size == 0:
+                divisors.append(str(size))
         if not rest:
             advice = f"micro_batch_size may be {' | '.join(divisors)}; "
     below = global_batch // product * product
     # The smallest size may be zero, which is not valid.
-    sizes = [str(size) for size in (below, below + product, below + 2 * product) if size]
+    sizes = []
+    for size in (below, below + product, below + 2 * product):
+        if size:
+            sizes.append(str(size))
     problem = f"train.global_batch_size={global_batch} is not divisible by {factors}"
     return f"{problem}; {advice}global_batch_size may be {', '.join(sizes)}"
 
@@ -231,7 +240,9 @@ class BatchFeed:
         waited = time.perf_counter() - begin
         self._steps.popleft()
         self._read_ahead()
-        moved = [batch.to(self._device, non_blocking=True) for batch in step.micro_batches]
+        moved = []
+        for batch in step.micro_batches:
+            moved.append(batch.to(self._device, non_blocking=True))
         return replace(step, micro_batches=moved, waited_s=waited)
 
     def close(self) -> None:
@@ -257,7 +268,7 @@ class BatchFeed:
                 "padding": 1 - tokens / slots,
                 "imbalance": plan.imbalance(work),
             }
-        batches = [self._stream.read(positions) for positions in plan.positions(position, work)]
+        batches = list(map(self._stream.read, plan.positions(position, work)))
         if self._device.type != "cpu":
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(

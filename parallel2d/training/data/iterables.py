@@ -29,7 +29,7 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.base.files import is_count
 from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.custom_data import Collation, batch_of, thread_count
-from parallel2d.training.data.order import Order, Schedule
+from parallel2d.training.data.sample_order import Order, Schedule
 from parallel2d.training.data.stream import Array, SampleStream
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,9 @@ class _Lane:
 
     def _take(self) -> list[Any]:
         """Read the window at the iterator, and note the position behind it."""
-        samples = [self._following() for _ in range(self.size)]
+        samples = []
+        for _ in range(self.size):
+            samples.append(self._following())
         self._at["window"] += 1
         part = self._part()
         source = None
@@ -258,16 +260,14 @@ class IterableStream(SampleStream):
         """Collate the samples at the positions ``where``; without any, one with weight zero."""
         samples = [self._sources[0].first]
         if rows:
-            places = [self._place(position) for position in where.tolist()]
+            places = list(map(self._place, where.tolist()))
             with self._lock:
                 # All lanes read at once, each one its first window.
-                begun = set()
+                begun, samples = set(), []
                 for source, lane, index in places:
                     if (source, lane) not in begun:
                         self._lane(source, lane).start(index // self._window, self._pool)
                         begun.add((source, lane))
-                samples = []
-                for source, lane, index in places:
                     samples.append(self._lane(source, lane).sample(index, self._pool))
         return batch_of(self._sources[0].collation, samples, rows, where)
 

@@ -21,9 +21,9 @@ from parallel2d.base.config.model_and_data import validation_set
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.custom_data import BinTokens, CustomSamples, CustomStream
 from parallel2d.training.data.iterables import IterableStream, Shards
-from parallel2d.training.data.order import Schedule
 from parallel2d.training.data.prepare import content_key, folder_lock, prepare
 from parallel2d.training.data.reading import find_units
+from parallel2d.training.data.sample_order import Schedule
 from parallel2d.training.data.stream import (
     FittedSamples,
     PackedSamples,
@@ -206,7 +206,9 @@ class _Tokens:
 
     def fingerprint(self, seed: int) -> str:
         """Return a digest of everything that determines the sample at a position."""
-        contents = [store.content for store in self._stores]
+        contents = []
+        for store in self._stores:
+            contents.append(store.content)
         identity = list(zip(contents, self._weights, strict=True))
         masking = self._config.intra_document_masking
         # The context is included only if it is set, so that fingerprints of earlier runs stay
@@ -306,7 +308,9 @@ class _Iterables(_Unprepared):
         most = min(source.count for source in self._sources)
         sizes = range(1, min(most, global_batch_size) + 1)
         self._lanes = max(lanes for lanes in sizes if global_batch_size % lanes == 0)
-        shapes = {str(source.collation.shape) for source in self._sources}
+        shapes = set()
+        for source in self._sources:
+            shapes.add(str(source.collation.shape))
         if len(shapes) > 1:
             raise ConfigError(f"the samples of data.mixture differ: {' and '.join(sorted(shapes))}")
 
@@ -326,7 +330,9 @@ class _Iterables(_Unprepared):
 
     def fingerprint(self, seed: int) -> str:
         entries = [sorted(entry.items()) for entry in self._entries]
-        shards = [source.count for source in self._sources]
+        shards = []
+        for source in self._sources:
+            shards.append(source.count)
         buffer = self._config.shuffle_buffer
         return _digest(["stream", entries, shards, self._batch, buffer, seed])
 

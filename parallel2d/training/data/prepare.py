@@ -140,7 +140,9 @@ def prepare(
     for leftover in folder.glob("*.tmp"):
         leftover.unlink(missing_ok=True)
     threshold = int(config.validation_fraction * reading.HASH_RANGE)
-    jobs = [UnitJob(folder, n, unit, config, threshold, signature) for n, unit in enumerate(units)]
+    jobs = []
+    for n, unit in enumerate(units):
+        jobs.append(UnitJob(folder, n, unit, config, threshold, signature))
     records: list[Record] = []
     # Closing the generator ends its workers.
     with contextlib.closing(_records(jobs, tokenizer, lock)) as found:
@@ -168,7 +170,10 @@ def prepare(
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
     """Yield the record of each job in order, from an earlier run, from a worker, or made here."""
-    left = [job for job in jobs if _record(job) is None]
+    left = []
+    for job in jobs:
+        if _record(job) is None:
+            left.append(job)
     with contextlib.ExitStack() as stack:
         workers = _fork_workers(stack, left, lock)
         turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
@@ -261,11 +266,16 @@ def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
             _check_bad_rows(job.config, [{**record, "first_bad": _places(job.unit, bad)}])
 
     dtype = store.token_dtype(tokenizer.vocab_size)
-    names = [f"{split}-{job.number:05d}" for split in store.SPLITS]
+    names = []
+    for split in store.SPLITS:
+        names.append(f"{split}-{job.number:05d}")
     train, validation = (store.ShardWriter(job.folder, name, dtype) for name in names)
     with train, validation:
         for batch in _batches(reading.read_unit(job.unit, job.config, report)):
-            documents = [document for document in batch if document.utf8]
+            documents = []
+            for document in batch:
+                if document.utf8:
+                    documents.append(document)
             record["empty_documents"] += len(batch) - len(documents)
             rows: tuple[list[store.MarkedTokens], list[store.MarkedTokens]] = ([], [])
             for document, row in zip(documents, _encoded(documents, tokenizer), strict=True):
@@ -286,10 +296,12 @@ def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
 def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
     before = reading.lines_before(unit) if bad else 0
     # Names and reasons come from the data: a line break in one would begin a forged message.
-    return [
-        f"{files.printable(file, 300)}:{before + line}: {files.printable(reason, 300)}"
-        for file, line, reason in bad
-    ]
+    places: list[str] = []
+    for file, line, reason in bad:
+        places.append(
+            f"{files.printable(file, 300)}:{before + line}: {files.printable(reason, 300)}"
+        )
+    return places
 
 
 def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Document]]:
@@ -317,12 +329,14 @@ def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[st
             yield tokenizer.encode_marked(document.parts)
             continue
         parts = [*itertools.islice(ids, len(document.parts)), end]
-        flags = [target for _, target in document.parts]
+        flags = []
+        for _, target in document.parts:
+            flags.append(target)
         mask = None
         if not all(flags):
             # The end of the document is a target if the part before it is a target.
             flags.append(flags[-1])
-            mask = np.repeat(np.array(flags, np.uint8), [len(part) for part in parts])
+            mask = np.repeat(np.array(flags, np.uint8), list(map(len, parts)))
         yield np.concatenate(parts), mask
 
 
@@ -378,13 +392,17 @@ def _manifest(
         "splits": splits,
     }
     manifest |= {key: sum(record[key] for record in records) for key in store.COUNTS}
-    digests = [(name, entry["sha256"]) for name, entry in store.shard_files(manifest)]
+    digests = []
+    for name, entry in store.shard_files(manifest):
+        digests.append((name, entry["sha256"]))
     state = json.dumps([manifest["dtype"], tokenizer.fingerprint, digests])
     return {**manifest, "content": hashlib.sha256(state.encode()).hexdigest()}
 
 
 def _clean(folder: Path, manifest: Record) -> None:
-    needed = {name for name, _ in store.shard_files(manifest)}
+    needed = set()
+    for name, _ in store.shard_files(manifest):
+        needed.add(name)
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):
             if path.name not in needed:

@@ -97,7 +97,9 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
     a file's name or content. Raises `ConfigError` for input that cannot be read."""
     if config.name == "hf":
         files = _files_of_data_set(config)
-        endings = {os.path.splitext(file.name)[1].lower() for file in files}
+        endings = set()
+        for file in files:
+            endings.add(os.path.splitext(file.name)[1].lower())
         if not files or endings & set(_LIBRARY_READERS):
             data_set = _open_data_set(config)
             source = [SourceFile(f"{config.path} {config.subset or ''} {config.split}", "")]
@@ -201,7 +203,8 @@ def plan_units(files: list[SourceFile]) -> list[Unit]:
             units.append(Unit(kind, [file]))
         elif size > UNIT_BYTES:
             begins = range(0, size, UNIT_BYTES)
-            units += [Unit(kind, [file], at, min(at + UNIT_BYTES, size)) for at in begins]
+            for at in begins:
+                units.append(Unit(kind, [file], at, min(at + UNIT_BYTES, size)))
         else:
             if size > room or kind != units[-1].kind:
                 units.append(Unit(kind, []))
@@ -217,7 +220,10 @@ def _without_compression(name: str) -> str:
 
 def _row_units(kind: str, files: list[SourceFile], rows: int) -> list[Unit]:
     begins = range(0, rows, _UNIT_ROWS)
-    return [Unit(kind, files, row, min(row + _UNIT_ROWS, rows)) for row in begins]
+    units: list[Unit] = []
+    for row in begins:
+        units.append(Unit(kind, files, row, min(row + _UNIT_ROWS, rows)))
+    return units
 
 
 def _arrow_units(files: list[SourceFile]) -> list[Unit]:
@@ -245,7 +251,9 @@ def _parquet_units(file: SourceFile) -> list[Unit]:
 def files_identity(files: list[SourceFile]) -> str:
     """Return a hex digest that changes with a file's name or content."""
     digest = hashlib.sha256()
-    sizes = [os.path.getsize(file.path) for file in files]
+    sizes = []
+    for file in files:
+        sizes.append(os.path.getsize(file.path))
     whole = sum(sizes) <= _IDENTIFIED_WHOLE
     for file, size in zip(files, sizes, strict=True):
         digest.update(json.dumps([file.name, size]).encode())
@@ -396,7 +404,9 @@ def _row_document(row: Any, text_field: str) -> list[Document]:
     match row:
         case {"segments": segments} if segments is not None:
             try:
-                parts = [(part["text"], bool(part["loss"])) for part in segments]
+                parts = []
+                for part in segments:
+                    parts.append((part["text"], bool(part["loss"])))
             except (TypeError, KeyError):
                 form = '{"text": ..., "loss": true or false}'
                 raise _BadRowError(f"segments must be a list of {form}") from None
@@ -481,7 +491,10 @@ def _files_of_data_set(config: DataConfig) -> list[SourceFile]:
         for file in paths:
             if not _without_compression(file).endswith(known):
                 raise ValueError(f"{printable(os.path.basename(file))} is not one of {known}")
-    return [SourceFile(os.path.relpath(file, path), file) for file in paths]
+    found: list[SourceFile] = []
+    for file in paths:
+        found.append(SourceFile(os.path.relpath(file, path), file))
+    return found
 
 
 @contextlib.contextmanager
@@ -576,7 +589,11 @@ def _columns(names: list[str], config: DataConfig) -> list[str]:
     wanted = [config.text_field, "prompt", "completion", "segments"]
     if config.name == "chat":
         wanted = ["messages", "tools"]
-    return [name for name in names if name in wanted]
+    columns: list[str] = []
+    for name in names:
+        if name in wanted:
+            columns.append(name)
+    return columns
 
 
 # Kind of unit -> a function that reads its files in pieces, and a function that parses a piece

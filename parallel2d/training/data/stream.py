@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, token_sequences
-from parallel2d.training.data.order import Order, Schedule
+from parallel2d.training.data.sample_order import Order, Schedule
 
 Array = NDArray[np.int64]
 Position = int | None
@@ -121,7 +121,7 @@ class FittedSamples(_TokenSamples):
 
     def sizes(self, index: int) -> Array:
         """Return the tokens of each document in a row."""
-        spans = [self._split.document_span(each) for each in self._row(index)]
+        spans = list(map(self._split.document_span, self._row(index)))
         return np.array([min(end - begin - 1, self.seq_len) for begin, end in spans], np.int64)
 
     def _row(self, index: int) -> list[int]:
@@ -194,7 +194,7 @@ class SampleStream:
         epochs: int = 0,
         end: str = "wrap",
     ) -> None:
-        lengths = [len(component) for component in components]
+        lengths = list(map(len, components))
         self._components, self._schedule = components, schedule
         self._orders = [Order(size, seed, f"{name}/{n}") for n, size in enumerate(lengths)]
         self._length = schedule.positions_before_repeat(lengths)
@@ -274,7 +274,10 @@ class SampleStream:
         A position that is None, or behind the end of a stream with the policy pad or drop, has no
         valid target. Raises the exception of a component for a sample that cannot be read.
         """
-        rows = [row for row, at in enumerate(positions) if at is not None and at < self._limit]
+        rows = []
+        for row, at in enumerate(positions):
+            if at is not None and at < self._limit:
+                rows.append(row)
         where = np.array([positions[row] for row in rows], dtype=np.int64)
         batch = self._batch(len(positions), rows, where)
         return batch if self._prepare is None else self._prepare(batch)

@@ -101,7 +101,11 @@ def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
 def strings_in(table: Any) -> list[str]:
     """The paths of the leaf columns of a Parquet file that hold strings."""
     columns = map(table.schema.column, range(len(table.schema)))
-    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+    found: list[str] = []
+    for column in columns:
+        if column.physical_type == "BYTE_ARRAY":
+            found.append(column.path)
+    return found
 
 
 def stored_bytes(group: Any) -> int:

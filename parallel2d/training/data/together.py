@@ -95,7 +95,10 @@ def _ranks_without(has_batch: bool, mesh: DeviceMesh) -> str:
     """Return ``rank 1 has`` or the like for the ranks without a batch. Collective."""
     with among(part_group(mesh)):
         found = zip(members(), all_gather(has_batch), strict=True)
-    ranks = [rank for rank, has in found if not has]
+    ranks = []
+    for rank, has in found:
+        if not has:
+            ranks.append(rank)
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
 
 

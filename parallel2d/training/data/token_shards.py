@@ -139,15 +139,18 @@ class TokenSplit:
 
     def ids(self, start: int, count: int) -> NDArray[Any]:
         """Return token ids ``start .. start + count``, as a view if they lie in one shard."""
-        parts = [self._array(shard, "tokens")[a:b] for shard, a, b in self._ranges(start, count)]
+        parts = []
+        for shard, a, b in self._ranges(start, count):
+            parts.append(self._array(shard, "tokens")[a:b])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def may_be_target(self, start: int, count: int) -> NDArray[np.bool_]:
         """Return bool [count]: True for tokens that the source's loss mask allows as targets."""
-        parts = [
-            self._array(shard, "mask")[a:b] if self._masked[shard] else np.ones(b - a, np.uint8)
-            for shard, a, b in self._ranges(start, count)
-        ]
+        parts = []
+        for shard, a, b in self._ranges(start, count):
+            parts.append(
+                self._array(shard, "mask")[a:b] if self._masked[shard] else np.ones(b - a, np.uint8)
+            )
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
@@ -168,7 +171,7 @@ class TokenSplit:
 
     def document_sizes(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the sizes of ``count`` documents from ``first``, in tokens with their end ids."""
-        spans = [self.document_span(document) for document in range(first, first + count)]
+        spans = list(map(self.document_span, range(first, first + count)))
         return np.array([end - begin for begin, end in spans], np.int64)
 
     def documents_longer_than(self, tokens: int) -> int:

@@ -39,7 +39,10 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
         """Return one 1-D array of unsigned ids per text, without the end-of-document id."""
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+        found: list[NDArray[Any]] = []
+        for text in texts:
+            found.append(np.frombuffer(text.encode("utf-8"), dtype=np.uint8))
+        return found
 
     def encode_marked(
         self, parts: Sequence[tuple[str, bool]]
@@ -48,7 +51,7 @@ class Tokenizer:
         is marked. The end-of-document id is not added."""
         ids = self.encode([text for text, _ in parts])
         flags = np.array([flag for _, flag in parts], np.uint8)
-        return np.concatenate(ids), np.repeat(flags, [len(each) for each in ids])
+        return np.concatenate(ids), np.repeat(flags, list(map(len, ids)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``; ids without text are omitted. Bytes that are not UTF-8 become
@@ -105,7 +108,10 @@ class LibraryTokenizer(Tokenizer):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
             raise _as_config_error(error, f"data.tokenizer={self.name} cannot encode") from None
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        found: list[NDArray[Any]] = []
+        for encoding in encodings:
+            found.append(np.array(encoding.ids, dtype=np.uint32))
+        return found
 
     def encode_marked(
         self, parts: Sequence[tuple[str, bool]]
@@ -123,7 +129,10 @@ class LibraryTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, with special tokens as text."""
-        known = [token for token in ids if self._tokenizer.id_to_token(token) is not None]
+        known = []
+        for token in ids:
+            if self._tokenizer.id_to_token(token) is not None:
+                known.append(token)
         return str(self._tokenizer.decode(known, skip_special_tokens=False))
 
 

@@ -30,7 +30,9 @@ def _explained(error: BaseException, model: nn.Module) -> ConfigError | None:
         found = trace.tb_frame.f_locals
         module, ids = found.get("self"), found.get("input")
         if isinstance(module, nn.Embedding) and torch.is_tensor(ids) and ids.numel():
-            names = {each: name for name, each in model.named_modules()}
+            names = {}
+            for name, each in model.named_modules():
+                names[each] = name
             return ConfigError(
                 f"{names.get(module, type(module).__name__)} has {module.num_embeddings} rows and "
                 f"was given the ids {int(ids.min())} to {int(ids.max())}: a model needs a row for "

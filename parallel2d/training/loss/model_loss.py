@@ -90,7 +90,10 @@ class ModelLoss:
         self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
 
     def _target_name(self, parameters: Container[str]) -> str | None:
-        targets = [name for name in TARGET_NAMES if name in parameters]
+        targets = []
+        for name in TARGET_NAMES:
+            if name in parameters:
+                targets.append(name)
         if len(targets) > 1:
             listed = " and ".join(targets)
             raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
@@ -120,7 +123,10 @@ class ModelLoss:
             values = (*values, document_ids)
         names = self._positions
         # A parameter with a usual name of inputs receives the inputs at any position.
-        known = [name for name in _INPUT_NAMES if name in names]
+        known = []
+        for name in _INPUT_NAMES:
+            if name in names:
+                known.append(name)
         if len(values) == 1 and known:
             names = known
         first = list(self._signature.parameters)[: len(values)]
@@ -342,7 +348,10 @@ def _loss_in(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else None
     if isinstance(output, tuple | list) and not hasattr(output, "loss"):
-        scalars = [each for each in output if isinstance(each, Tensor) and each.ndim == 0]
+        scalars = []
+        for each in output:
+            if isinstance(each, Tensor) and each.ndim == 0:
+                scalars.append(each)
         if len(scalars) > 1:
             raise ConfigError(
                 f"the model returned {len(scalars)} scalars: which is the loss? Give train.loss a "

@@ -105,7 +105,8 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "t
     parts = [f"loss {row[keys.LOSS]:.4f}"]
     if keys.VALIDATION_LOSS in row:
         parts.append(f"validation {row[keys.VALIDATION_LOSS]:.4f}")
-    parts += [f"{name} {loss:.4f}" for name, loss in keys.set_losses(row).items()]
+    for name, loss in keys.set_losses(row).items():
+        parts.append(f"{name} {loss:.4f}")
     if keys.TOKENS_PER_S in row:
         parts.append(f"{_count(row[keys.TOKENS_PER_S])} {unit}/s")
     for forms in _ALTERNATIVES:
@@ -129,9 +130,14 @@ _ALTERNATIVES: tuple[dict[str, Callable[[float], str]], ...] = (
 def wrap(parts: list[str]) -> list[str]:
     """Join ``parts`` to lines of at most ``WIDTH`` columns; lines after the first are indented."""
     # Break lines only between parts: non-breaking spaces keep each part together.
-    whole = [part.replace(" ", "\xa0") for part in parts]
+    whole = []
+    for part in parts:
+        whole.append(part.replace(" ", "\xa0"))
     lines = textwrap.wrap("  ".join(whole), WIDTH, subsequent_indent="    ", break_long_words=False)
-    return [line.replace("\xa0", " ") for line in lines]
+    found: list[str] = []
+    for line in lines:
+        found.append(line.replace("\xa0", " "))
+    return found
 
 
 def _count(value: float) -> str:

@@ -163,9 +163,14 @@ def describe_late(
             late[rank] = hosts[rank]
     how = "which timed out (stopped, or the machine is gone)"
     if not late:
-        positions = [heartbeat[1:3] for heartbeat in after]
+        positions = []
+        for heartbeat in after:
+            positions.append(heartbeat[1:3])
         step, collectives = min(positions)
-        late = {rank: hosts[rank] for rank, at in enumerate(positions) if at == min(positions)}
+        late = {}
+        for rank, at in enumerate(positions):
+            if at == min(positions):
+                late[rank] = hosts[rank]
         how = f"alive but behind, at step {step} after {collectives} collectives of it"
     named = ", ".join(f"rank {rank} on {host.split('/')[0]}" for rank, host in late.items())
     sentence = f"late: {named}, {how}"

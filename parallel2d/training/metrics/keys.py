@@ -31,13 +31,19 @@ _SET_LOSS = re.compile(set_loss_key("(.+)"))
 
 def of_batch(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a global batch by key."""
-    return {f"data/{name}": value for name, value in metrics.items()}
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        found[f"data/{name}"] = value
+    return found
 
 
 def set_losses(row: Mapping[str, float]) -> dict[str, float]:
     """Return the losses of the data sets of ``data.validation`` in ``row``, by name."""
     found = filter(None, map(_SET_LOSS.fullmatch, row))
-    return {match[1]: row[match[0]] for match in found}
+    losses: dict[str, float] = {}
+    for match in found:
+        losses[match[1]] = row[match[0]]
+    return losses
 
 
 # Seconds of a step: the mean over the steps since the previous row. The first step of a process has
@@ -77,7 +83,7 @@ SKEW = "rank/skew"
 BUSY_S = "rank/busy_s"  # of every rank: a histogram in TensorBoard, not part of a row
 
 # Live replicas; and totals since all replicas last started together: replicas that rejoined,
-# samples that were computed again, seconds that the survivors waited after a failure
+# samples that were computed again, seconds from the start of a failed step to its repetition
 REPLICAS = "replicas/present"
 REPLICAS_JOINED = "replicas/joined"
 REPEATED_SAMPLES = "replicas/repeated_samples"

@@ -65,7 +65,8 @@ def _describe(error: BaseException, rank: int, host: str, snapshots: list[str]) 
         memory = psutil.virtual_memory()
         free, total = memory.available / _GIB, memory.total / _GIB
         parts.append(f"it held {held:.2f} GiB; {free:.1f} of {total:.1f} GiB were free")
-    parts += [f"snapshot for pytorch.org/memory_viz: {path}" for path in snapshots[-1:]]
+    for path in snapshots[-1:]:
+        parts.append(f"snapshot for pytorch.org/memory_viz: {path}")
     parts.append(
         "a smaller train.micro_batch_size, activation_checkpointing=full or more sharding need less"
     )

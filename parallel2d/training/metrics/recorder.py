@@ -261,7 +261,9 @@ class Recorder:
 
     def _averages(self) -> dict[str, float]:
         """Return the means since the last row: time, communication and throughput of a step."""
-        row = {key: total / self._counted for key, total in self._sums.items()}
+        row = {}
+        for key, total in self._sums.items():
+            row[key] = total / self._counted
         self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
         self._crossed_steps += self._counted
         # The counted traffic belongs to the step before.

@@ -58,7 +58,7 @@ _DESCRIPTIONS = {
     keys.SKEW: "Busy seconds of the slowest rank over the mean",
     keys.BUSY_S: "Busy seconds of every rank in the step before",
     keys.REPLICAS: "Replicas that are alive",
-    keys.REPLICAS_LOST_S: "Seconds that the others waited for lost replicas so far",
+    keys.REPLICAS_LOST_S: "Seconds from the start of failed steps to their repetition so far",
     "replicas/.*": "Number so far, since the last start of all ranks",
     keys.COMPRESSION: "Bytes of exact fp32 gradients over those sent between replicas",
     keys.OUTER_NORM: "Norm of the change that replicas shared last",
@@ -103,7 +103,12 @@ def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
 
 def of_one_rank(axes: tuple[str, ...]) -> set[str]:
     """The tags of axes that are none of ``axes``, those with several ranks."""
-    single = [axis for axis in AXES if axis not in axes]
-    return {
-        keys.communication_key(axis, quantity) for axis in single for quantity in keys.QUANTITIES
-    }
+    single = []
+    for axis in AXES:
+        if axis not in axes:
+            single.append(axis)
+    found: set[str] = set()
+    for axis in single:
+        for quantity in keys.QUANTITIES:
+            found.add(keys.communication_key(axis, quantity))
+    return found

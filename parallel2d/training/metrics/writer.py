@@ -183,7 +183,10 @@ class MetricsWriter:
     def _write_events(self, row: Row, busy_s: Sequence[float]) -> None:
         if not self._events:
             return
-        scalars = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        scalars = {}
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                scalars[key] = value
         step = int(scalars.pop(keys.STEP))
         scalars.pop(keys.SEGMENT, None)
         for tag in of_one_rank(tuple(self.axes)):
@@ -258,7 +261,9 @@ class _EventFile:
         measurements together."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values = []
+        for tag, value in scalars.items():
+            values.append(Summary.Value(tag=tag, simple_value=value))
         for value in values:
             if value.tag not in self._described:  # TensorBoard reads the first one
                 text = description(value.tag)
@@ -289,7 +294,9 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
         if by_title:
             charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
     for group, by_title in map(OPTIONAL.__getitem__, writer.charts):
-        more = {title: ["Multiline", tags] for title, tags in by_title.items()}
+        more = {}
+        for title, tags in by_title.items():
+            more[title] = ["Multiline", tags]
         charts[group] = {**charts.get(group, {}), **more}
     yield summary.custom_scalars(charts)
 

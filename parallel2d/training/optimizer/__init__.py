@@ -1,4 +1,4 @@
-"""The optimizer of a parallelized model, and the learning rate. Start at `build_optimizer`.
+"""The optimizer of a parallelized model. Start at `build_optimizer`.
 
 `build_optimizer` returns a ``torch.optim.Optimizer`` that updates as a single process would, on any
 layout. AdamW, Adam and SGD are torch's, because they update each element separately; Muon needs
@@ -143,7 +143,7 @@ def _custom_optimizer(
 
 
 def _ids_in(groups: list[dict[str, Any]]) -> set[int]:
-    return {id(each) for each in chain.from_iterable(group["params"] for group in groups)}
+    return set(map(id, chain.from_iterable(group["params"] for group in groups)))
 
 
 def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -206,7 +206,11 @@ def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
     updated: set[int] = set()
     for group in filter(_is_muon, plan_groups(model, config)):
         updated.update(map(id, group["params"]))
-    return {name for name, each in updated_by_name(model).items() if id(each) in updated}
+    found: set[str] = set()
+    for name, each in updated_by_name(model).items():
+        if id(each) in updated:
+            found.add(name)
+    return found
 
 
 def _settings(
@@ -242,7 +246,10 @@ def _matching_entries(
         pattern = entry["pattern"]
         where = f"optimizer.groups: pattern {pattern}"
         matching = fnmatch.filter(names, pattern)
-        trainable = [name for name in matching if name in trained]
+        trainable = []
+        for name in matching:
+            if name in trained:
+                trainable.append(name)
         # Parameters of an earlier entry stay in its group.
         fresh = set(trainable).difference(entry_of)
         entry_of |= dict.fromkeys(fresh, number)
@@ -258,63 +265,3 @@ def _matching_entries(
     if problems:
         raise ConfigError("\n".join(problems))
     return entry_of
-
-
-def learning_rate(step: int, steps: int, lr: float, config: SchedulerConfig) -> float:
-    """Return the learning rate of ``step`` (from 1) in a run of ``steps``. ``wsd`` (warm-up,
-    stable, decay; Hu et al. 2024, MiniCPM) keeps ``lr`` and falls linearly over the last
-    ``decay_fraction``."""
-    if step <= config.warmup_steps:
-        return lr * step / config.warmup_steps
-    if config.name == "constant":
-        return lr
-    # Rises from 0 in the first step after the warm-up to 1 in the last step of the run.
-    done = step - config.warmup_steps - 1
-    span = max(steps - config.warmup_steps - 1, 1)
-    progress = min(done / span, 1.0)
-    # Falls from `lr` to `floor * lr` as the shape falls from 1 to 0.
-    shape = 1 - progress
-    if config.name == "cosine":
-        shape = 0.5 * (1 + math.cos(math.pi * progress))
-    elif config.name == "wsd":
-        # The line is above 1, and therefore clamped, until the last `decay_fraction` begins.
-        shape = min(1.0, shape / config.decay_fraction)
-    return lr * (config.floor + (1 - config.floor) * shape)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group: ``lr`` times the group's ``lr_scale``, if it
-    has one."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
-
-
-class LossScaler:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). All ranks call `update` with the
-    same argument, so that their scales stay equal. With ``enabled=False`` the scale is always 1."""
-
-    def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
-        self.enabled = enabled
-        self.scale = scale if enabled else 1.0
-        self.growth_every = growth_every
-        self.good_steps = 0
-
-    def update(self, finite: bool) -> None:
-        """Halve the scale after a non-finite step; double it after ``growth_every`` consecutive
-        finite steps."""
-        if not self.enabled:
-            return
-        if not finite:
-            self.good_steps = 0
-            self.scale = max(self.scale / 2, 1.0)
-            return
-        self.good_steps += 1
-        if self.good_steps % self.growth_every == 0:
-            self.scale = min(self.scale * 2, 2.0**24)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale = float(state["scale"])
-        self.good_steps = int(state["good_steps"])

@@ -120,7 +120,10 @@ class MatrixRound:
     ) -> dict[int, Tensor]:
         """Return this rank's parts of the results of ``batch``, one of `batches`, by number.
         ``wholes`` has the results of the matrices that this rank owns. Collective."""
-        held = {each.number: wholes[each.number] for each in batch if each.number in wholes}
+        held = {}
+        for each in batch:
+            if each.number in wholes:
+                held[each.number] = wholes[each.number]
         for level in range(len(self.axes)):
             self._scatter_over(level, batch, held)
         return held
@@ -128,21 +131,30 @@ class MatrixRound:
     def _gather_over(self, level: int, held: dict[int, Tensor]) -> None:
         """Join the parts in ``held`` at the owner's position on one axis. Collective."""
         axis = self.axes[level]
-        split = [each for each in self.matrices if each.parts[level].dim is not None]
+        split = []
+        for each in self.matrices:
+            if each.parts[level].dim is not None:
+                split.append(each)
         by_place = self._by_place(level, filter(self.is_sent, split))
         sent = []
         for matrix in chain.from_iterable(by_place):
             sent.append(_padded(held.pop(matrix.number), matrix.parts[level].padded))
         own = by_place[axis.place]
-        sizes = [_numel(level, matrices) for matrices in by_place]
+        sizes = []
+        for matrices in by_place:
+            sizes.append(_numel(level, matrices))
         flat = self._exchange(axis, sent, sizes, [sizes[axis.place]] * axis.ranks)
-        shapes = [matrix.parts[level].padded for matrix in own]
+        shapes = []
+        for matrix in own:
+            shapes.append(matrix.parts[level].padded)
         # First all matrices from the first rank of the axis, then from the second, ...
         received = list(pieces_of(flat, shapes * axis.ranks))
         for index, matrix in enumerate(own):
             part = matrix.parts[level]
             pieces = enumerate(received[index :: len(own)])
-            joined = [piece[part.slices(place)] for place, piece in pieces]
+            joined = []
+            for place, piece in pieces:
+                joined.append(piece[part.slices(place)])
             held[matrix.number] = torch.cat(joined, part.dim or 0)
 
     def _scatter_over(
@@ -170,7 +182,9 @@ class MatrixRound:
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """Group the matrices that pass this rank's line along an axis by the owner's position on
         it: the owner has this rank's position on all later axes."""
-        found: list[list[OwnedMatrix]] = [[] for _ in range(self.axes[level].ranks)]
+        found: list[list[OwnedMatrix]] = []
+        for _ in range(self.axes[level].ranks):
+            found.append([])
         for matrix in matrices:
             if matrix.owner[level + 1 :] == self._places[level + 1 :]:
                 found[matrix.owner[level]].append(matrix)
@@ -241,7 +255,9 @@ class MatrixOwners:
             owners: owners of all numbers, from `assign`.
             dtype: dtype of sent values.
         """
-        owned: dict[int, list[OwnedMatrix]] = {owner: [] for owner in sorted(set(owners))}
+        owned: dict[int, list[OwnedMatrix]] = {}
+        for owner in sorted(set(owners)):
+            owned[owner] = []
         # Largest matrices first
         for number in sorted(matrices, key=lambda number: -matrices[number].numel()):
             matrix = self._owned(number, matrices[number], owners[number], dtype)
@@ -272,7 +288,9 @@ class MatrixOwners:
             if dim is not None:
                 # Equal parts, rounded up; the last parts are shorter or empty.
                 size = -(-held[dim] // axis.ranks)
-                ends = [min(held[dim], size * place) for place in range(axis.ranks + 1)]
+                ends = []
+                for place in range(axis.ranks + 1):
+                    ends.append(min(held[dim], size * place))
                 lengths = tuple(end - begin for begin, end in pairwise(ends))
                 offsets[dim] += sum(lengths[: axis.place])
                 held[dim] = lengths[axis.place]
@@ -301,7 +319,9 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
     if part.shape == shape:
         return part
     # `pad` takes the last dim first.
-    missing = [after - before for before, after in zip(part.shape, shape, strict=True)]
+    missing = []
+    for before, after in zip(part.shape, shape, strict=True):
+        missing.append(after - before)
     return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
 
 

@@ -130,8 +130,10 @@ class WholeMatrices(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        every = {number: each.grad for number, each in self._parameters.items()}
-        gradients = {number: each for number, each in every.items() if each is not None}
+        gradients = {}
+        for number, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                gradients[number] = parameter.grad
         numbers = tuple(gradients)
         if numbers not in self._gradient_rounds:
             self._gradient_rounds = {numbers: self._plan(gradients, self._owner_of)}
@@ -165,7 +167,10 @@ class WholeMatrices(torch.optim.Optimizer):
         """Return the rounds that send ``tensors``, each in its own dtype."""
         rounds = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-            sent = {number: each for number, each in tensors.items() if each.dtype == dtype}
+            sent = {}
+            for number, each in tensors.items():
+                if each.dtype == dtype:
+                    sent[number] = each
             rounds += self._owners.plan(sent, owners, dtype)
         return rounds
 
@@ -224,7 +229,7 @@ class WholeMatrices(torch.optim.Optimizer):
         for number, whole in self._wholes.items():
             for key, value in _without_lists(self._inner.state.pop(whole, {})):
                 own[number, key] = value
-        unknown = {str(key) for key in self._inner.state}
+        unknown = set(map(str, self._inner.state))
         found: _State = {}
         for place, value in own.items():
             found[place] = value
@@ -261,7 +266,9 @@ class WholeMatrices(torch.optim.Optimizer):
                 if isinstance(value, DTensor):
                     sharded[len(places)] = value
                 places.append((number, key))
-        owners = [self._owner_of[number] for number, _ in places]
+        owners = []
+        for number, _ in places:
+            owners.append(self._owner_of[number])
         wholes = _gather(self._plan(sharded, owners), sharded)
         for number, whole in self._wholes.items():
             if self.state.get(self._parameters[number]):
@@ -283,7 +290,10 @@ def _mapped(given: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return {**given, "params": _mapped(given["params"], function)}
     if isinstance(given, tuple) and isinstance(given[0], str):
         return given[0], function(given[1])
-    return [_mapped(each, function) for each in given]
+    found = []
+    for each in given:
+        found.append(_mapped(each, function))
+    return found
 
 
 def _gather(rounds: Sequence[MatrixRound], tensors: Tensors) -> dict[int, Tensor]:
@@ -304,7 +314,11 @@ def _scatter(rounds: Sequence[MatrixRound], wholes: Tensors, targets: Tensors) -
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    settings: dict[str, Any] = {}
+    for key, value in group.items():
+        if key != "params":
+            settings[key] = value
+    return settings
 
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -313,7 +327,9 @@ def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in entries.items():
         places = {key: value}
         if isinstance(value, list | tuple) and value:
-            places = {f"{key}[{index}]": each for index, each in enumerate(value)}
+            places = {}
+            for index, each in enumerate(value):
+                places[f"{key}[{index}]"] = each
         for place, each in places.items():
             yield place, _EMPTY if isinstance(each, list) and not each else each
 

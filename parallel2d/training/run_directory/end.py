@@ -64,7 +64,10 @@ def summarize(
         return []
     objective = job.config.train.objective
     # JSON lacks NaN: values that are not finite become null.
-    measured = {key: value for key, value in last.items() if type(value) in _MEASURED}
+    measured = {}
+    for key, value in last.items():
+        if type(value) in _MEASURED:
+            measured[key] = value
     losses: dict[str, Any] = {}
     for key, (value, step) in best_losses.items():
         losses[key] = {"value": None if math.isnan(value) else value, "step": step}
@@ -152,7 +155,10 @@ _NOT_AGAIN = (
 
 def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
     """Return overrides for the planned rest if the run was stopped, else for twice the steps."""
-    words = [word for word in job.overrides if not word.lstrip("+").startswith(_NOT_AGAIN)]
+    words = []
+    for word in job.overrides:
+        if not word.lstrip("+").startswith(_NOT_AGAIN):
+            words.append(word)
     epochs = job.config.train.epochs
     further = 1 if summary["stopped"] else 2
     if epochs is not None:

@@ -92,9 +92,13 @@ def read_segments(run_dir: str) -> list[Segment]:
 
 def _segment(value: Any) -> Segment:
     """Convert JSON to a segment. Raises ValueError, TypeError or KeyError if it is not one."""
-    known = {item.name for item in dataclasses.fields(Segment)}
+    known = set()
+    for item in dataclasses.fields(Segment):
+        known.add(item.name)
     segment = Segment(**{name: value[name] for name in known & set(value)})
-    are_right = [isinstance(getattr(segment, name), kind) for name, kind in _KINDS.items()]
+    are_right = []
+    for name, kind in _KINDS.items():
+        are_right.append(isinstance(getattr(segment, name), kind))
     are_right += map(files.is_count, (segment.number, segment.first_step))
     if not all(are_right) or not files.is_number(segment.begun_s):
         raise ValueError("no segment")
@@ -115,11 +119,14 @@ def _append(run_dir: str, segment: Segment) -> None:
 def changes_since(before: Segment, now: Segment) -> list[str]:
     """Return lines such as ``optimizer.lr: 0.0003 -> 0.0001``: settings, mesh and versions."""
     old, new = _facts(before), _facts(now)
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [
-        f"{files.printable(key)}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
-        for key in changed
-    ]
+    changed = []
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key):
+            changed.append(key)
+    found: list[str] = []
+    for key in changed:
+        found.append(f"{files.printable(key)}: {_shown(old.get(key))} -> {_shown(new.get(key))}")
+    return found
 
 
 def _facts(segment: Segment) -> dict[str, Any]:
@@ -200,7 +207,9 @@ class OwnershipLock:
         known = mark if isinstance(mark, dict) else {}
         if known.get("token") == self._token:
             return
-        shown = [files.printable(known.get(key)) for key in ("host", "process", "time")]
+        shown = []
+        for key in ("host", "process", "time"):
+            shown.append(files.printable(known.get(key)))
         host, process, since = shown
         raise RunTakenOver(
             f"another start of this run, on {host} (process {process}, {since}), has taken over "
@@ -245,7 +254,9 @@ def accept_start(
     if job.restarted and earlier:
         # Replacing workers may have another layout than the certified one.
         last = earlier[-1]
-        same = [last.layout.get(key) == layout.get(key) for key in ("mesh", "ranks", "strategy")]
+        same = []
+        for key in ("mesh", "ranks", "strategy"):
+            same.append(last.layout.get(key) == layout.get(key))
         certified = last.certified and all(same)
     segment = Segment(
         number=max((each.number for each in earlier), default=0) + 1,

@@ -76,7 +76,10 @@ class _ScriptChecks:
     def count_step(self, stepped: set[int]) -> bool:
         """Count a step of the parameters with the ids ``stepped``. Return True at the last one."""
         groups = [each.group for each in self.gathered.groups]
-        ours = [id(updated_as(each.sharded)) for group in groups for each in group.parameters]
+        ours = []
+        for group in groups:
+            for each in group.parameters:
+                ours.append(id(updated_as(each.sharded)))
         if self._remaining is None or stepped.isdisjoint(ours):
             return False
         self._remaining -= 1
@@ -88,11 +91,20 @@ class _ScriptChecks:
 
 
 def _active() -> list[_ScriptChecks]:
-    return [checks for reference in _checks if (checks := reference()) is not None]
+    active = []
+    for reference in _checks:
+        checks = reference()
+        if checks is not None:
+            active.append(checks)
+    return active
 
 
 def _changed_groups() -> list[FSDPGroup]:
-    return [group for checks in _active() for group in checks.gathered.changed()]
+    groups: list[FSDPGroup] = []
+    for checks in _active():
+        for group in checks.gathered.changed():
+            groups.append(group)
+    return groups
 
 
 def _freed_parameter(tensor: Tensor) -> str:

@@ -170,7 +170,7 @@ class _GroupAudit:
 
     def remember(self, *_: Any) -> None:
         """Run after the parameters are gathered: record the state that `leave` compares."""
-        self._before = [self._state(each) for each in self._group.parameters]
+        self._before = list(map(self._state, self._group.parameters))
 
     def _state(self, parameter: FSDPParameter) -> tuple[int, int | None, Tensor | None]:
         whole = parameter.gathered
@@ -284,14 +284,17 @@ def _values(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return list(container.values())
     if is_dataclass(container):
-        return [getattr(container, each.name, None) for each in fields(container)]
+        values: list[Any] = []
+        for each in fields(container):
+            values.append(getattr(container, each.name, None))
+        return values
     return list(container)
 
 
 def _entries(container: Any) -> list[Any]:
     """Return the entries of ``container`` by identity; it keeps them alive, so ids stay unique."""
     keys = list(container) if isinstance(container, dict) else []
-    return [keys, [_Same(each) for each in _values(container)]]
+    return [keys, list(map(_Same, _values(container)))]
 
 
 class _Same:
@@ -320,5 +323,8 @@ def _containers_in(value: Any) -> Iterator[Any]:
 def _holds_result(argument: object) -> bool:
     """Return True if ``argument`` is an object with a tensor that a backward pass may reach."""
     values = vars(argument).values() if hasattr(argument, "__dict__") else ()
-    held = [value for value in values if isinstance(value, Tensor)]
+    held = []
+    for value in values:
+        if isinstance(value, Tensor):
+            held.append(value)
     return not isinstance(argument, Tensor) and any(value.requires_grad for value in held)

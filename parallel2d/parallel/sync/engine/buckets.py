@@ -266,7 +266,7 @@ class Bucket:
 
     def parts(self) -> list[Tensor]:
         """Return views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
-        return [_as_real(each) for each in self._parts]
+        return list(map(_as_real, self._parts))
 
     def release(self) -> None:
         """Drop the buffer, after the gradients were copied elsewhere."""
@@ -280,7 +280,9 @@ class Bucket:
         Nothing is copied if they already are views of one tensor, as FSDP's gradients of one group
         are. A parameter without a gradient gets zeros: another replica may have one.
         """
-        gradients = [parameter.local_gradient for parameter in self.trained]
+        gradients = []
+        for parameter in self.trained:
+            gradients.append(parameter.local_gradient)
         self._flat = _common_storage(gradients)
         # Several groups have several storages at first.
         if self._flat is None:
@@ -293,7 +295,10 @@ class Bucket:
     def _copy_in(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy ``gradients`` to their views; zeros for missing gradients."""
         pairs = list(zip(self._parts, gradients, strict=True))
-        found = [(part, gradient) for part, gradient in pairs if gradient is not None]
+        found = []
+        for part, gradient in pairs:
+            if gradient is not None:
+                found.append((part, gradient))
         if missing := [part for part, gradient in pairs if gradient is None]:
             torch._foreach_zero_(missing)
         if found:
@@ -311,7 +316,9 @@ class Bucket:
 
     def _allocate(self) -> None:
         first, shapes = self.trained[0], [parameter.local_size for parameter in self.trained]
-        sizes = [shape.numel() for shape in shapes]
+        sizes = []
+        for shape in shapes:
+            sizes.append(shape.numel())
         dtype, device = first.gradient_dtype, first.sharded.device
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         pieces = self._flat.split(sizes)
@@ -329,7 +336,10 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
     gradients were computed, and replicas could send different sizes.
     """
     # A parameter without a gradient needs zeros, and the storage has no room for them.
-    found = [tensor for tensor in tensors if tensor is not None]
+    found = []
+    for tensor in tensors:
+        if tensor is not None:
+            found.append(tensor)
     if len(found) < len(tensors):
         return None
     first = found[0]
@@ -441,11 +451,15 @@ class BucketQueue:
     def _remaining(self) -> list[Bucket]:
         if not self._buckets:
             groups = [each for each in self.groups if each.group.trained]
-            sizes = [each.gradient_bytes for each in groups]
-            kinds = [(each.comm_format, each.gradient_dtype) for each in groups]
+            sizes, kinds = [], []
+            for each in groups:
+                sizes.append(each.gradient_bytes)
+                kinds.append((each.comm_format, each.gradient_dtype))
             filled = fill_buckets(sizes, kinds, self.bucket_bytes)
             for index, members in enumerate(filled):
-                inside = [groups[each] for each in members]
+                inside = []
+                for member in members:
+                    inside.append(groups[member])
                 self._buckets.append(Bucket(index, inside, last=index == len(filled) - 1))
         return self._buckets[self._next :]
 

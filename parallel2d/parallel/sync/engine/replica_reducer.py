@@ -153,7 +153,10 @@ class ReplicaReducer:
     def count_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an update before each step of an ``optimizer``. The next agreement compares the
         counts of all ranks: a rank that left out an update or a backward pass is out of step."""
-        first = {id(group["params"][0]) for group in optimizer.param_groups if group["params"]}
+        first = set()
+        for group in optimizer.param_groups:
+            if group["params"]:
+                first.add(id(group["params"][0]))
         # Backward ends the groups in reverse order.
         parameters = chain.from_iterable(group.parameters for group in reversed(self.groups))
         is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
@@ -457,7 +460,11 @@ def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
 
 def engines_in(model: nn.Module) -> list[ReplicaReducer]:
     """Return the engines of ``model`` and of modules below it."""
-    return [vars(module)[_ENGINE] for module in model.modules() if _ENGINE in vars(module)]
+    found: list[ReplicaReducer] = []
+    for module in model.modules():
+        if _ENGINE in vars(module):
+            found.append(vars(module)[_ENGINE])
+    return found
 
 
 def engine_in(module: nn.Module) -> ReplicaReducer | None:

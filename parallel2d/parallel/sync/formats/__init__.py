@@ -35,7 +35,9 @@ class CastQuantizer:
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the values as [values, 1]; a view if there is one tensor."""
-        flat = [tensor.reshape(-1) for tensor in tensors]
+        flat = []
+        for tensor in tensors:
+            flat.append(tensor.reshape(-1))
         return (torch.cat(flat) if len(flat) > 1 else flat[0])[:, None]
 
     def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
@@ -116,7 +118,9 @@ class CommunicationFormat:
         """
         if self.dtype is not None:
             return CastQuantizer(self.dtype)
-        numels = [tensor.numel() for tensor in tensors]
+        numels = []
+        for tensor in tensors:
+            numels.append(tensor.numel())
         # Error feedback sends the rounding error later, so rounding to the nearest is unbiased over
         # steps, and its error is half the error of stochastic rounding.
         noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)

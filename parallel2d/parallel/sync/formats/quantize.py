@@ -121,7 +121,7 @@ class BlockQuantizer:
         self._format = block_format
         self._pieces = pieces
         self._noise = noise
-        self._counts = [blocks_of(numel) for numel in numels]
+        self._counts = list(map(blocks_of, numels))
         self.rows = to_blocks
 
     def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
@@ -163,7 +163,9 @@ class BlockQuantizer:
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
         """Yield views of the blocks' values, by tensor."""
-        counts = [blocks_of(shape.numel()) for shape in shapes]
+        counts = []
+        for shape in shapes:
+            counts.append(blocks_of(shape.numel()))
         for part, shape in zip(rows.split(counts), shapes, strict=True):
             yield part.view(-1)[: shape.numel()].view(shape)
 
@@ -201,7 +203,7 @@ class BlockNoise:
         self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
     ) -> None:
         # numpy arrays on the host, because their values decide sizes.
-        counts = numpy.array([blocks_of(numel) for numel in numels])
+        counts = numpy.array(list(map(blocks_of, numels)))
         blocks_before = counts.cumsum() - counts
         starts = numpy.array([piece.start for piece in pieces]) - blocks_before * BLOCK
         keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
@@ -247,7 +249,7 @@ class RoundingKeys:
 
 def key_of(*parts: int | str) -> int:
     """Return a 32-bit number, signed as int32, for ``parts`` such as a seed, step and name."""
-    text = "/".join(str(part) for part in parts)
+    text = "/".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
 

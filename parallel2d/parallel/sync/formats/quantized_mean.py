@@ -128,7 +128,9 @@ class QuantizedMean:
         # True once the means are in flight; two replicas send no means.
         self._means_sent = self._replicas == 2
         owners = 1 if self._means_sent else self._replicas
-        sent = [part.contribution(self._replica, owners) for part in parts]
+        sent = []
+        for part in parts:
+            sent.append(part.contribution(self._replica, owners))
         self._lengths = [each.shape[1] for each in sent]
         message = sent[0] if len(sent) == 1 else torch.cat(sent, dim=1)
         self._received = message.new_empty(self._replicas, message.shape[1])
@@ -161,7 +163,9 @@ class QuantizedMean:
         if self._means_sent:
             return
         self._means_sent = True
-        means = [part.own_mean(piece, self._replica) for part, piece in self._received_by_part()]
+        means = []
+        for part, piece in self._received_by_part():
+            means.append(part.own_mean(piece, self._replica))
         # The contributions have been read, so the means reuse their memory.
         self._gather(means[0] if len(means) == 1 else torch.cat(means))
         self._keep_errors()
@@ -218,7 +222,9 @@ def expected_mean(
     """
     mean = torch.empty_like(values[0])
     for region in cut:
-        parts = [as_real(value[region.slices]) for value in values]
+        parts = []
+        for value in values:
+            parts.append(as_real(value[region.slices]))
         quantizer = None
         if comm_format.rounds:
             piece = Piece(keys.of(name), region.position_in(mean.shape))

@@ -163,7 +163,10 @@ class OuterSync(UpdateFollower):
 
         Collective in some steps.
         """
-        trained = {name for name, each in self._all.items() if each.requires_grad}
+        trained = set()
+        for name, each in self._all.items():
+            if each.requires_grad:
+                trained.add(name)
         changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:
             raise ConfigError(
@@ -234,7 +237,9 @@ class OuterSync(UpdateFollower):
         keep = None
         if comm_format.has_error_feedback:
             named = self.residuals()
-            rests = [as_real(local_part(named[each.name])) for each in fragment.parameters]
+            rests = []
+            for each in fragment.parameters:
+                rests.append(as_real(local_part(named[each.name])))
             keep = functools.partial(put_back, quantizer, tensors=rests)
         part = QuantizedPart(quantizer, quantizer.rows(changes), means, keep)
         fragment.pending = QuantizedMean(self._group, [part])
@@ -324,7 +329,9 @@ class OuterSync(UpdateFollower):
         """Do nothing: a change of the replica's parameters is shared like an update."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
-        pairs = [(each.outer.detach(), each.own.detach()) for each in self.parameters.values()]
+        pairs = []
+        for each in self.parameters.values():
+            pairs.append((each.outer.detach(), each.own.detach()))
         return equal((local_part(outer), local_part(own)) for outer, own in pairs)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -362,7 +369,9 @@ class OuterSync(UpdateFollower):
             sent_after = steps - (steps - fragment.begins) % self._config.every
             fragment.sent_after = max(sent_after, finished_after, 0)
             since = steps - fragment.sent_after
-            names = [parameter.name for parameter in fragment.parameters]
+            names = []
+            for parameter in fragment.parameters:
+                names.append(parameter.name)
             if since < self._config.delay and all(name in arrived for name in names):
                 expected.extend(names)
         return expected

@@ -70,7 +70,10 @@ class ErrorFeedback(UpdateFollower):
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
             # Frozen parameters too, since they may be trained later.
-            kept = [each for each in group.parameters if each.name in names]
+            kept = []
+            for each in group.parameters:
+                if each.name in names:
+                    kept.append(each)
             self._parameters |= {each.name: each for each in kept}
         if not self._parameters:
             self.residual_name = ""
@@ -110,9 +113,9 @@ class ErrorFeedback(UpdateFollower):
         kept = self._kept | self._next if again else self._kept
         if kept.keys().isdisjoint(counts):
             return
-        found = [
-            kept.get(name) or StoredBlocks.zeros(rows, count) for name, count in counts.items()
-        ]
+        found = []
+        for name, count in counts.items():
+            found.append(kept.get(name) or StoredBlocks.zeros(rows, count))
         codes, scales = map(torch.cat, zip(*found, strict=True))
         factor = ERROR_FEEDBACK_DECAY * self.loss_scale
         rows.addcmul_(codes.to(rows.dtype), scales.to(rows.dtype) * factor)

@@ -196,8 +196,12 @@ class RoundedReduction:
             again = any(each.adds_to_means for each in bucket.groups)
             quantized = []
             for comm_format, members in self.by_format(bucket).items():
-                parts = [GradientPart((each.name, 0), each.start, part) for each, part in members]
-                results = [gradient for _, gradient in members]
+                parts = []
+                for each, part in members:
+                    parts.append(GradientPart((each.name, 0), each.start, part))
+                results = []
+                for _, gradient in members:
+                    results.append(gradient)
                 quantized.append(self.quantized(comm_format, parts, results, again=again))
         # The all-to-all starts here; the first step waits for it and starts the all-gather of the
         # means. `BucketQueue` runs first steps in the order of the buckets, so the second
@@ -235,8 +239,12 @@ class RoundedReduction:
         pieces: list[Piece] = []
         # A cast uses no random numbers, so no pieces.
         if comm_format.dtype is None:
-            keys = {name: self.keys.of(name) for name in {part.name[0] for part in parts}}
-            pieces = [Piece(keys[part.name[0]], part.start) for part in parts]
+            keys = {}
+            for part in parts:
+                name = part.name[0]
+                if name not in keys:
+                    keys[name] = self.keys.of(name)
+                pieces.append(Piece(keys[name], part.start))
         quantizer = comm_format.quantizer(values, pieces)
         rows = quantizer.rows(values)
         keep = None

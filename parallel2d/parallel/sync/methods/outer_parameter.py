@@ -97,14 +97,18 @@ def split_in_fragments(
     parameters, so that all ranks make the same fragments. Raises `ConfigError` if ``count`` is
     larger than the number of possible fragments.
     """
-    sizes = {name: parameter.outer.numel() for name, parameter in parameters.items()}
+    sizes = {}
+    for name, parameter in parameters.items():
+        sizes[name] = parameter.outer.numel()
     pieces = _pieces_of_units(units, sizes, sum(sizes.values()) / count)
     if count > len(pieces):
         raise ConfigError(
             f"sync.fragments={count}: the model has {len(pieces)} parts that can be exchanged one "
             "by one"
         )
-    parts: list[list[OuterParameter]] = [[] for _ in range(count)]
+    parts: list[list[OuterParameter]] = []
+    for _ in range(count):
+        parts.append([])
     loads = [0] * count
     # The sort is stable: equal units keep their order.
     for size, names in sorted(pieces, key=lambda piece: -piece[0]):
@@ -122,7 +126,10 @@ def _pieces_of_units(
     pieces: list[tuple[int, list[str]]] = []
     in_units: set[str] = set()
     for unit in units:
-        trained = {name: sizes[name] for name in unit if name in sizes}
+        trained = {}
+        for name in unit:
+            if name in sizes:
+                trained[name] = sizes[name]
         in_units.update(trained)
         size = sum(trained.values())
         if size > share:

@@ -49,8 +49,14 @@ def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.
 
 
 def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
-    trained = [each for each in parameters if each.sharded.requires_grad]
-    unsent = [each.name for each in trained if each.sharded.grad is not None]
+    trained = []
+    for each in parameters:
+        if each.sharded.requires_grad:
+            trained.append(each)
+    unsent = []
+    for each in trained:
+        if each.sharded.grad is not None:
+            unsent.append(each.name)
     if unsent:
         raise ConfigError(
             f"strategy=hybrid_full: {first_five(unsent, ', ')}: a gradient of a backward outside "
@@ -133,14 +139,17 @@ class OwnedParameters(ErrorFeedback):
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = self._all()
-        stepped = {id(each) for each in stepped_by(optimizer)}
+        stepped = set(map(id, stepped_by(optimizer)))
         if any(id(each.sharded) in stepped for each in parameters):
             raise ConfigError(
                 f"{type(optimizer).__name__} has model.parameters(): with strategy=hybrid_full "
                 "each replica updates its own part of them; build it with "
                 "parallel2d.build_optimizer, or on parallel2d.updated_parameters(model)"
             )
-        updated = [each for each in parameters if id(self.owned(each)) in stepped]
+        updated = []
+        for each in parameters:
+            if id(self.owned(each)) in stepped:
+                updated.append(each)
         _refuse_unsent(updated)
         self._take_over([each for each in updated if each.name in self._masters], exactly=False)
 
@@ -256,9 +265,15 @@ class OwnedParameters(ErrorFeedback):
         Raises `ConfigError` for a parameter that was unfrozen and has no unrounded rows.
         """
         super().after_update()
-        trained = [each for each in self._all() if each.sharded.requires_grad]
+        trained = []
+        for each in self._all():
+            if each.sharded.requires_grad:
+                trained.append(each)
         if self._sent_dtype is not None:
-            new = [each.name for each in trained if each.name not in self._masters]
+            new = []
+            for each in trained:
+                if each.name not in self._masters:
+                    new.append(each.name)
             if new:
                 raise ConfigError(
                     f"strategy=hybrid_full sends rounded parameters with this sync.wire: "
@@ -272,9 +287,13 @@ class OwnedParameters(ErrorFeedback):
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
         """Send this replica's rows of ``parameters`` and receive the others'. Collective."""
-        locals_ = [local_part(parameter.sharded) for parameter in parameters]
-        sizes = [local.nbytes for local in locals_]
-        dtypes = [local.dtype for local in locals_]
+        locals_ = []
+        for parameter in parameters:
+            locals_.append(local_part(parameter.sharded))
+        sizes, dtypes = [], []
+        for local in locals_:
+            sizes.append(local.nbytes)
+            dtypes.append(local.dtype)
         pending: list[Wait] = []
         # Sizes and dtypes are equal on all replicas, so every replica makes the same batches and
         # starts their all-gathers in the same order.
@@ -288,7 +307,9 @@ class OwnedParameters(ErrorFeedback):
 
     def _start_gather(self, parameters: Sequence[FSDPParameter]) -> Wait:
         own = [local_part(self.owned(parameter)) for parameter in parameters]
-        locals_ = [local_part(parameter.sharded) for parameter in parameters]
+        locals_ = []
+        for parameter in parameters:
+            locals_.append(local_part(parameter.sharded))
         # The first replica owns at least as many rows as any other.
         largest = sum(as_real(self.rows(local, 0)).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])

@@ -136,7 +136,9 @@ class ScatterToOwners(RoundedReduction):
     def start(self, bucket: Bucket) -> list[Wait]:
         """Begin to average the owned rows of the bucket over the replicas."""
         owners = self.residuals
-        begun = [self._form(*each) for each in self.by_format(bucket).items()]
+        begun = []
+        for each in self.by_format(bucket).items():
+            begun.append(self._form(*each))
         # The messages are copies of the buffer. Its memory may be freed on the host now, but the
         # copies may still run on the stream of the buckets.
         keep_until_done(bucket.buffer())
@@ -145,7 +147,7 @@ class ScatterToOwners(RoundedReduction):
             parameter.set_gradient(None)
         forms = [form for form, _ in begun]
         lengths = [form.lengths[owners.replica] for form in forms]
-        sizes = [sum(of_owner) for of_owner in zip(*(form.lengths for form in forms), strict=True)]
+        sizes = list(map(sum, zip(*(form.lengths for form in forms), strict=True)))
         sent = begun[0][1]
         if len(forms) > 1:
             by_owner = zip(*(message.split(form.lengths) for form, message in begun), strict=True)
@@ -166,7 +168,9 @@ class ScatterToOwners(RoundedReduction):
                 mean = form.quantized.mean_of(contributions)
                 # Gradients are views of `mean`, and must not keep the receive buffer alive.
                 is_received = mean.untyped_storage().data_ptr() == received_at
-                dtypes = [parameter.final_dtype.to_real() for parameter in form.parameters]
+                dtypes = []
+                for parameter in form.parameters:
+                    dtypes.append(parameter.final_dtype.to_real())
                 # One cast of all, and a second one where parameters have different dtypes.
                 widest = functools.reduce(torch.promote_types, dtypes)
                 mean = mean.to(widest, copy=is_received)
@@ -184,7 +188,9 @@ class ScatterToOwners(RoundedReduction):
         # Gradients are never sent in a wider dtype than their own.
         if comm_format.item_bytes > members[0][1].itemsize:
             comm_format = format_of(members[0][1].dtype)
-        parameters = [parameter for parameter, _ in members]
+        parameters = []
+        for parameter, _ in members:
+            parameters.append(parameter)
         by_owner = list(zip(*(owners.parts(*each) for each in members), strict=True))
         again = any(owners.owned(parameter).grad is not None for parameter in parameters)
         quantized = self.quantized(
@@ -192,6 +198,10 @@ class ScatterToOwners(RoundedReduction):
         )
         (message,) = quantized.contribution(owners.replica, 1)
         quantized.keep_errors()
-        shapes = [[part.values.shape for part in parts] for parts in by_owner]
-        lengths = [comm_format.bytes_of(each) // message.itemsize for each in shapes]
+        shapes = []
+        for parts in by_owner:
+            shapes.append([part.values.shape for part in parts])
+        lengths = []
+        for each in shapes:
+            lengths.append(comm_format.bytes_of(each) // message.itemsize)
         return _Form(parameters, quantized, lengths, shapes[owners.replica]), message

@@ -75,7 +75,9 @@ class Source:
         Args:
             names: name -> name in the file, widest dtypes first, so that packed values are aligned.
         """
-        described = [(stored, *self.tensors[name]) for name, stored in names.items()]
+        described = []
+        for name, stored in names.items():
+            described.append((stored, *self.tensors[name]))
 
         def blocks() -> Iterator[bytes | memoryview]:
             yield tensor_file.encode_header(described, {"format": "pt", **metadata})
@@ -95,7 +97,10 @@ def facts_in(text: Any, what: str) -> dict[str, Any]:
     if not isinstance(text, str):
         return {}
     content = tensor_file.parse_json(text.encode(), f"{what}: metadata")
-    facts = {key: content[key] for key in _FACTS if key in content}
+    facts = {}
+    for key in _FACTS:
+        if key in content:
+            facts[key] = content[key]
     try:
         require(_check_kinds(facts))
     except ValueError as error:
@@ -121,13 +126,17 @@ def read_ours(path: str) -> Source:
     described = {}
     for name in names_under(["model", "optimizer", "ema"], checkpoint.tensors):
         described[name] = checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape
-    facts = {key: getattr(checkpoint.manifest, key) for key in _FACTS}
+    facts = {}
+    for key in _FACTS:
+        facts[key] = getattr(checkpoint.manifest, key)
     return Source("parallel2d", described, checkpoint.read, **facts)
 
 
 def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
     """Write a checkpoint with files of ``shard_bytes``."""
-    facts = {key: getattr(source, key) for key in _FACTS}
+    facts = {}
+    for key in _FACTS:
+        facts[key] = getattr(source, key)
     manifest = Manifest(**facts, mesh={"replicate": 1, "shard": 1, "tensor": 1})
     os.mkdir(folder)
     files: dict[str, list[str]] = {}
@@ -170,7 +179,9 @@ def read_safetensors(path: str) -> Source:
 
 def write_safetensors(source: Source, path: str) -> None:
     """Write one safetensors file with the facts in its header."""
-    names = {name: name.removeprefix("model/") for name in source.tensors}
+    names = {}
+    for name in source.tensors:
+        names[name] = name.removeprefix("model/")
     source.write_file(path, names, parallel2d=source.facts_text())
 
 
@@ -357,5 +368,8 @@ def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) ->
         groups.append({**settings, "params": list(range(first, len(names)))})
     for name, plain in from_json(optimizer.get("scalars", {})).items():
         state.setdefault(name, {}).update(plain)
-    by_number = {number: state[name] for number, name in enumerate(names) if name in state}
+    by_number = {}
+    for number, name in enumerate(names):
+        if name in state:
+            by_number[number] = state[name]
     return {"optimizer": {"state": by_number, "param_groups": groups}, "optimizer_names": names}

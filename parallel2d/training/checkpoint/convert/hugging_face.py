@@ -88,14 +88,19 @@ def read_llama(path: str) -> Source:
         del names["output.weight"]
         tied = {"output.weight": "embedding.weight"}
     headers = read_headers(path)
-    problems = [f"{name} is missing" for name in names.values() if name not in headers]
+    problems = []
+    for name in names.values():
+        if name not in headers:
+            problems.append(f"{name} is missing")
     for name in sorted(headers.keys() - {*names.values(), "lm_head.weight"}):
         # Folders may also store copies of tied weights, and tables that are computed, not trained.
         if not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{printable(name)} is unknown")
     if problems:
         raise ConfigError(f"{what} does not fit a Llama: {first_five(problems)}")
-    places = {f"model/{ours}": headers[theirs] for ours, theirs in names.items()}
+    places = {}
+    for ours, theirs in names.items():
+        places[f"model/{ours}"] = headers[theirs]
     return source_of("hf", places, {"layout": {"model": arguments}, "tied": tied})
 
 
@@ -104,7 +109,9 @@ def _arguments_of(config: Any) -> dict[str, Any]:
     cannot represent."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
-    arguments: dict[str, Any] = {ours: getattr(config, name) for ours, name in _ARGUMENTS.items()}
+    arguments: dict[str, Any] = {}
+    for ours, name in _ARGUMENTS.items():
+        arguments[ours] = getattr(config, name)
     arguments["rope_theta"] = arguments["rope_theta"]["rope_theta"]
     for ours, value in arguments.items():
         if type(value) is not bool and (not is_number(value) or value <= 0):
@@ -122,7 +129,11 @@ def llama_arguments(layout: Any) -> dict[str, Any]:
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
-        return {key: layout[key] for key in _ARGUMENTS if key in layout}
+        arguments: dict[str, Any] = {}
+        for key in _ARGUMENTS:
+            if key in layout:
+                arguments[key] = layout[key]
+        return arguments
     return next(filter(None, map(llama_arguments, layout.values())), {})
 
 
@@ -137,12 +148,17 @@ def _llama_names(layers: int) -> dict[str, str]:
 
 def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert our Llama's arguments to the library's. Raises `ConfigError` for missing ones."""
-    missing = [f"--model {key}=..." for key in _ARGUMENTS if key not in arguments]
+    missing = []
+    for key in _ARGUMENTS:
+        if key not in arguments:
+            missing.append(f"--model {key}=...")
     if missing:
         raise ConfigError(
             f"the source lacks arguments that transformers needs; add {' '.join(missing)}"
         )
-    found = {theirs: arguments[ours] for ours, theirs in _ARGUMENTS.items()}
+    found = {}
+    for ours, theirs in _ARGUMENTS.items():
+        found[theirs] = arguments[ours]
     rope = {"rope_type": "default", "rope_theta": arguments["rope_theta"]}
     return {**found, "rope_parameters": rope}
 
@@ -161,8 +177,12 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
     arguments["n_layers"] = len(layers)
     arguments["tie_embeddings"] = "output.weight" in source.tied
     renamed = _llama_names(len(layers))
-    names = {f"model/{ours}": f"model/{theirs}" for ours, theirs in renamed.items()}
-    ours_of = {theirs: ours for ours, theirs in names.items()}
+    names = {}
+    for ours, theirs in renamed.items():
+        names[f"model/{ours}"] = f"model/{theirs}"
+    ours_of = {}
+    for ours, theirs in names.items():
+        ours_of[theirs] = ours
     settings = {"path": None, "architecture": "llama", "head": "causal_lm"}
     return replace(
         source,
@@ -188,7 +208,10 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     settings = source.layout.get("model")
     of_library = isinstance(settings, dict) and settings.get("family") == "hf"
     allowed = _MOVED if of_library else tuple(_ARGUMENTS)
-    unknown = [key for key in given if key not in allowed]
+    unknown = []
+    for key in given:
+        if key not in allowed:
+            unknown.append(key)
     if unknown:
         raise ConfigError(f"--model {unknown[0]}: it is not one of {', '.join(allowed)}")
     moved = given
@@ -197,7 +220,9 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     os.mkdir(folder)
     model = _library_model(source.layout, folder, **moved)
     stored = _stored_names(source, model)
-    dtypes = [DTYPES[source.tensors[name][0]] for name in stored.values()]
+    dtypes = []
+    for name in stored.values():
+        dtypes.append(DTYPES[source.tensors[name][0]])
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     # The configuration records the widest dtype.
     model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
@@ -264,14 +289,21 @@ def _library_model(
 def _stored_names(source: Source, model: Any) -> dict[str, str]:
     """Map the name of each parameter that the library saves to its name in ``source``. Raises
     `ConfigError` for names that only one side has, and for different shapes."""
-    there = {name.removeprefix("model/"): name for name in source.tensors}
+    there = {}
+    for name in source.tensors:
+        there[name.removeprefix("model/")] = name
     # A checkpoint stores a tied parameter under its first name, the library under another one.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
     expected = model.state_dict()
     for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):
         expected.pop(name, None)
-    found = {name: there[name] for name in expected if name in there}
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - found)]
+    found = {}
+    for name in expected:
+        if name in there:
+            found[name] = there[name]
+    problems = []
+    for name in sorted(expected.keys() - found):
+        problems.append(f"{name} is missing")
     for name in sorted(source.tensors.keys() - found.values()):
         problems.append(f"{printable(name.removeprefix('model/'))} is unknown")
     for name, stored in found.items():

@@ -140,7 +140,9 @@ class Round:
         self._take(self._store.compare_set(self._key, "", ""))
         names = {each.name for each in self.state.members}.union(self.state.before)
         others = sorted(names - {self.own.name})
-        keys = [self._heartbeats + name for name in others]
+        keys = []
+        for name in others:
+            keys.append(self._heartbeats + name)
         # Each launcher has sent a heartbeat before it has joined.
         heartbeats = self._store.multi_get(keys) if keys else ()
         for name, heartbeat in zip(others, heartbeats, strict=True):
@@ -230,7 +232,10 @@ class Round:
     def _wanted(self, late: Callable[[], State], after_failure: bool) -> State:
         """Return the next state, from the view of this launcher."""
         state = self.state
-        others = [each for each in state.members if each.name != self.own.name]
+        others = []
+        for each in state.members:
+            if each.name != self.own.name:
+                others.append(each)
         if not self.is_open:
             has_taken_part = len(others) < len(state.members)
             return self.next(after_failure=after_failure) if has_taken_part else late()
@@ -264,7 +269,10 @@ class Round:
         return is_ours
 
     def _give_up(self, hosts: set[str]) -> None:
-        others = [each for each in self.state.members if each.name != self.own.name]
+        others = []
+        for each in self.state.members:
+            if each.name != self.own.name:
+                others.append(each)
         self._replace(self.state._replace(members=tuple(others)))
         settings = self._settings
         raise WorkersFailed(
@@ -279,7 +287,10 @@ class Round:
         with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
             self._store.add(key, 1)
             while time.monotonic() < deadline and self.takes_part:
-                live = [each for each in self.state.members if not self.has_timed_out(each.name)]
+                live = []
+                for each in self.state.members:
+                    if not self.has_timed_out(each.name):
+                        live.append(each)
                 if self._rendezvous.end_of_job or self._store.add(key, 0) >= len(live):
                     return
                 time.sleep(self.heartbeat_interval_s / 5)

@@ -120,7 +120,9 @@ class Schedule:
         self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * len(weights)
         for position in range(self.period):
-            due = [weight * (position + 1) for weight in self.weights]
+            due = []
+            for weight in self.weights:
+                due.append(weight * (position + 1))
             ready = [n for n, each in enumerate(due) if each > counts[n] * self.period]
             # The nearest deadline wins; among equal deadlines the first component.
             chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
@@ -147,13 +149,17 @@ class Schedule:
 
 def _integer_weights(weights: list[float]) -> list[int]:
     try:
-        fractions = [Fraction(str(weight)) for weight in weights]
+        fractions = []
+        for weight in weights:
+            fractions.append(Fraction(str(weight)))
     except ValueError:
         fractions = []
     if not fractions or min(fractions) <= 0:
         raise ConfigError(f"the weights of data.mixture must be numbers above 0, got {weights}")
     scale = lcm(*(fraction.denominator for fraction in fractions))
-    numbers = [int(fraction * scale) for fraction in fractions]
+    numbers = []
+    for fraction in fractions:
+        numbers.append(int(fraction * scale))
     numbers = [number // gcd(*numbers) for number in numbers]
     if sum(numbers) > MAXIMUM_PERIOD:
         raise ConfigError(
