@@ -151,7 +151,7 @@ class Topology:
         # Imported here because they import torch, which a launcher does not need.
         import torch.distributed as dist
 
-        from parallel2d.base.exchange import all_gather, members
+        from parallel2d.base.exchange import all_gather, group_of_members, members
         from parallel2d.base.replicas import current
 
         replicas = current()
@@ -163,10 +163,10 @@ class Topology:
             with contextlib.suppress(OSError):
                 namespace = os.stat("/proc/self/ns/net").st_ino
             host_id = f"{socket.gethostname()}/{namespace}"
-        found, ranks = all_gather(host_id), members()
-        if len(ranks) == dist.get_world_size():
-            return cls(tuple(found))
-        hosts = dict(zip(ranks, found, strict=True))
+        found = all_gather(host_id)
+        if group_of_members() is None:
+            return cls(tuple(found))  # see `completed` for absent ranks
+        hosts = dict(zip(members(), found, strict=True))
         return cls(tuple(hosts.get(rank, "") for rank in range(dist.get_world_size())))
 
     def completed(self, world_size: int, nodes: int) -> Topology:

@@ -75,7 +75,7 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
             f"rank {dist.get_rank()} is not in the mesh, which has ranks "
             f"{mesh.mesh.flatten().tolist()}: call parallelize on these only"
         )
-    if mesh.size() < dist.get_world_size() and mesh_shape(mesh).context > 1:
+    if mesh_shape(mesh).context > 1 and mesh.size() < dist.get_world_size():
         raise ConfigError(
             "a mesh over a part of the ranks cannot have the axis context: use all ranks, or "
             "shard instead"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from parallel2d.base.config.parallel import ParallelConfig
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
-from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, part_of, storage_of
+from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS
 from parallel2d.parallel.mesh import mesh_shape
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.parallelize.script_checks import function_mode
@@ -49,7 +49,7 @@ def check_script(
     # With a context axis, a torch function mode intercepts attention. It would not see calls below
     # another mode, so the script mode is not used there.
     if mesh_shape(mesh).context == 1:
-        function_mode.activate(_changed_groups, _freed_parameter)
+        function_mode.activate(_changed_groups)
 
 
 class _ScriptChecks:
@@ -105,16 +105,6 @@ def _changed_groups() -> list[FSDPGroup]:
         for group in checks.gathered.changed():
             groups.append(group)
     return groups
-
-
-def _freed_parameter(tensor: Tensor) -> str:
-    """Return the name of the unsharded parameter whose storage, now freed, ``tensor`` has."""
-    storage = storage_of(tensor)
-    for checks in _active():
-        name = checks.gathered.storages.get(storage or 0, "")
-        if name and tensor.numel() and part_of(tensor).untyped_storage().nbytes() == 0:
-            return name
-    return ""
 
 
 def _end(reference: weakref.ref[_ScriptChecks]) -> None:

@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
@@ -70,14 +68,11 @@ class ScriptMode(TorchFunctionMode):
 
     Args:
         changed: returns the groups with parameters that changed between a forward and its backward.
-        freed: returns the name of the unsharded parameter whose freed storage a tensor has, or "".
     """
 
-    def __init__(
-        self, changed: Callable[[], list[FSDPGroup]], freed: Callable[[Tensor], str]
-    ) -> None:
+    def __init__(self, changed: Callable[[], list[FSDPGroup]]) -> None:
         super().__init__()
-        self._changed, self._freed = changed, freed
+        self._changed = changed
         # The running optimizer, unless it runs a closure
         self.stepping: Optimizer | None = None
 
@@ -97,8 +92,7 @@ class ScriptMode(TorchFunctionMode):
             for written in _written(name, args, kwargs):
                 if isinstance(written, DTensor):
                     _check_written(name, written, args)
-            with self._refuse_freed(name, args, kwargs):
-                result = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             if func in _SHARING and isinstance(args[0], DTensor) and _is_copied(args[0]):
                 setattr(result, _COPIED, True)
             return result
@@ -107,21 +101,6 @@ class ScriptMode(TorchFunctionMode):
             if explanation is None:
                 raise
             raise explanation from error
-
-    def _refuse_freed(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return a context of the call, in which operators on a freed storage are refused.
-        Without it, they would end the process by SIGSEGV."""
-        given = [*args, *kwargs.values()]
-        for each in given:
-            # `torch.cat` and others take a list.
-            if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor):
-                given += each
-            freed = self._freed(each) if isinstance(each, Tensor) else ""
-            if freed and name in _WITHOUT_KERNEL:
-                raise RuntimeError(_read_freed(name, freed))
-            if freed:
-                return _FreedStorage(self._freed)
-        return _ANY_STORAGE
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         position, marks = _DIFFERENTIATING[func]
@@ -258,37 +237,6 @@ def _assigns_to_copy(tensor: DTensor, index: Any) -> bool:
     return is_copied_view(view)
 
 
-_ANY_STORAGE = nullcontext()
-# They read memory, and no dispatch mode sees it.
-_WITHOUT_KERNEL = ("numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__", "__repr__")
-
-
-class _FreedStorage(TorchDispatchMode):
-    """Refuses operators on a freed storage. Attributes, which do not read it, are allowed."""
-
-    def __init__(self, freed: Callable[[Tensor], str]) -> None:
-        super().__init__()
-        self._freed = freed
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        # Other views check their bounds, and fail with a message about the storage.
-        for each in () if name in ("detach", "alias") else tree_leaves((args, kwargs)):
-            freed = self._freed(each) if isinstance(each, Tensor) else ""
-            if freed:
-                raise RuntimeError(_read_freed(name, freed))
-        return func(*args, **kwargs or {})
-
-
-def _read_freed(name: str, freed: str) -> str:
-    return (
-        f"{name}() reads a view of the unsharded {freed} that was kept after its block, and the "
-        "memory is freed: keep a clone()"
-    )
-
-
 class _Thread(threading.local):
     mode: ScriptMode | None = None
 
@@ -301,10 +249,10 @@ def current_mode() -> ScriptMode | None:
     return _thread.mode
 
 
-def activate(changed: Callable[[], list[FSDPGroup]], freed: Callable[[Tensor], str]) -> None:
+def activate(changed: Callable[[], list[FSDPGroup]]) -> None:
     """Activate a mode in this thread, unless one is active."""
     if _thread.mode is None:
-        _thread.mode = ScriptMode(changed, freed)
+        _thread.mode = ScriptMode(changed)
         function_modes.insert(_thread.mode)
 
 
