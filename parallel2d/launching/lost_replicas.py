@@ -24,7 +24,7 @@ from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.rendezvous_round import Round
 
-_LONGEST_PAUSE_S = 60.0  # before a replica restarts
+_RESTART_WINDOW_S = 60.0  # restarts in this time lengthen the pause before the next
 
 
 @dataclass(eq=False)
@@ -216,8 +216,8 @@ class LostReplicas:
                 process.close(signal.SIGKILL)
 
     def _restart(self, number: int) -> None:
-        """End the remaining ranks of a replica, and restart it after a pause. The first pause is
-        zero; after repeated failures within a minute it doubles."""
+        """End the remaining ranks of a replica, and restart it. After several restarts within
+        `_RESTART_WINDOW_S` the next ones wait, with growing pauses."""
         numbers = self._ranks.numbers
         mine = []
         for local, rank in numbers.items():
@@ -231,7 +231,7 @@ class LostReplicas:
             self._ranks.processes[local].close(signal.SIGKILL)
         started = []
         for at in self._starts.get(number, ()):
-            if at > now - _LONGEST_PAUSE_S:
+            if at > now - _RESTART_WINDOW_S:
                 started.append(at)
         if mine and len(started) > 2 and now < started[-1] + 2.0 ** (len(started) - 2):
             return

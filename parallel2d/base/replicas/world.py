@@ -124,9 +124,9 @@ class Across(_LastingBackend):
         return self._start("barrier", opts)
 
     def _start(self, name: str, *arguments: Any) -> Any:
-        """Start a collective. Inside a step, a missing result fails the step. Outside of steps the
-        caller would not notice it, so `ReplicaLost` is raised; as it is if a replica needs all
-        others, because the rollback catches it."""
+        """Start a collective. Inside a step, a missing result fails the step. Outside of steps,
+        ``wait`` raises `ReplicaLost`, because the caller would not notice a missing result. With
+        `Quorum.needs_all` it returns False, because the replicas roll back anyway."""
         quorum = self.quorum
         if quorum.on:
             quorum.begun += 1
