@@ -217,8 +217,8 @@ class _Node:
         """Start the ranks of this node with their numbers in the job."""
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
         store = PrefixStore(state.prefix, self._rendezvous.store)
-        told = self.workers.settings.requeue_exit_code
-        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_continue, told)
+        requeue = self.workers.settings.requeue_exit_code
+        self.lost = lost = LostReplicas(self._round, store, self.ranks, self._may_continue, requeue)
         lives: dict[int, int] = {}
         if lost.is_late:
             lives = lost.enter()
@@ -282,8 +282,8 @@ class _Node:
                     self._end_job("failed")
                 raise error
             time.sleep(pause)
-            told = workers.settings.requeue_exit_code
-            return all(each.exit_code != told for each in failures)
+            requeue = workers.settings.requeue_exit_code
+            return all(each.exit_code != requeue for each in failures)
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
             # They cannot save without the failed ranks, and a rank that waits for a failed rank on
             # an accelerator does not react to SIGTERM.

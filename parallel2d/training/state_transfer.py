@@ -1,15 +1,16 @@
-"""How a replica that joins gets the state of another one, rank by rank: `Sender`, `Receiver`; and
-what a step that is done again needs: `KeptBuffers`.
+"""The transfer of the state to a joining replica, rank by rank (`Sender`, `Receiver`), and the
+buffers that a repeated step restores (`KeptBuffers`).
 
-[Note: nobody waits for a replica that joins] It is a member when a step begins, and gets the state
-until that step ends. It computes nothing of this global batch: its gradients are zeros in the
-reductions, and the others' mean is in its ``.grad`` afterwards. Parameters, averages and the
-optimizer's state do not change before the update, so a thread of the donor sends them as they are
-while the step runs. Buffers, which forward passes may write to, follow when those have ended.
-Before the update both wait for what is left, and the joiner makes the same update as all.
+[Note: nobody waits for a replica that joins] The joining replica is a member from the start of a
+step, and receives the state during this step. It computes no part of this global batch: its
+gradients in the reductions are zeros, and afterwards its ``.grad`` is the mean of the other
+replicas. Parameters, averages and optimizer state do not change before the update, so a thread of
+the donor sends them without a copy while the step runs. Forward passes may write to buffers, which
+therefore follow after the last forward. Before the update, donor and joining replica wait for the
+rest of the transfer; then the joining replica computes the same update as all replicas.
 
-Where forward passes themselves talk to other replicas, the joiner's are needed too: it gets the
-state before the step, for which all wait.
+If forward passes have collectives across replicas, the joining replica must take part in them. It
+then receives the state before the step, and all replicas wait for it.
 """
 
 from __future__ import annotations

@@ -81,10 +81,10 @@ def _conclude(jobs: list[JobReturn]) -> None:
         lines = map(files.for_terminal, table(jobs, "objective"))
         print("\n".join(lines), file=sys.stderr, flush=True)
     if len(failed) > 1:
-        told = []
+        errors = []
         for job in failed:
-            told.append(f"[{' '.join(job.overrides or ())}] {job.return_value}")
-        raise ConfigError("\n".join(told))
+            errors.append(f"[{' '.join(job.overrides or ())}] {job.return_value}")
+        raise ConfigError("\n".join(errors))
     if failed:
         raise failed[0].return_value
 

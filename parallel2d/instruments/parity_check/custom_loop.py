@@ -102,8 +102,9 @@ def _samples(batch: Any) -> int:
 
 
 def _micro_batches(batch: Any, step: int, data_rank: int, data_ranks: int) -> list[Any]:
-    """Return the micro-batches of a data rank in ``step``, with different samples in every step:
-    one micro-batch, or two; the second one has another size on each data rank."""
+    """Return the micro-batches of a data rank. The samples of a rank move by one in each step. Odd
+    steps have one micro-batch. Even steps have two, and the size of the second may differ between
+    data ranks."""
     share = _samples(batch) // data_ranks
     begin = data_rank * share + step
     places = []

@@ -104,10 +104,10 @@ class ClusterCheck:
 
     def _clocks_ahead(self) -> list[float]:
         """Return the lead of each node's clock over the first node's clock, in seconds."""
-        told = all_gather(time.time())  # all ranks call this within milliseconds
+        by_rank = all_gather(time.time())  # all ranks call this within milliseconds
         times = []
         for ranks in self._runtime.topology.ranks_by_host.values():
-            times.append(told[ranks[0]])
+            times.append(by_rank[ranks[0]])
         found: list[float] = []
         for each in times:
             found.append(each - times[0])

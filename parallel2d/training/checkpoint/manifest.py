@@ -186,9 +186,9 @@ class Checkpoint:
             found[key] = (entry.dtype, entry.shape)
         if found != expected:
             wrong = min(key for key, _ in found.items() ^ expected.items())
-            there, told = found.get(wrong, "not there"), expected.get(wrong, "not there")
+            stored, listed = found.get(wrong, "missing"), expected.get(wrong, "missing")
             raise DamagedCheckpointError(
-                f"{what}: {printable(wrong)} is {there}, the manifest says {told}"
+                f"{what}: {printable(wrong)} is {stored}, the manifest says {listed}"
             )
         self._files[name] = source, header
         return source, header

@@ -235,15 +235,16 @@ class AcceptedStart:
 def accept_start(
     job: Job, layout: dict[str, Any], finished_steps: int, ownership: OwnershipLock
 ) -> AcceptedStart:
-    """Accept a start: take ``claim`` and replace the records in the directory of ``job``.
+    """Accept a start: take ``ownership`` and replace the records in the directory of ``job``.
 
     Runs only on rank 0, before it writes anything else there.
 
     Args:
         layout: the facts for ``layout.json``.
         finished_steps: finished steps of the restored run; 0 for a new run.
+        ownership: the lock of the run directory.
 
-    Raises OSError, and `ConfigError` for records of another origin.
+    Raises OSError, and `ConfigError` for records that are too large or not regular files.
     """
     run_dir = job.run_dir
     try:
@@ -252,7 +253,7 @@ def accept_start(
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     certified = job.certified
     if job.restarted and earlier:
-        # Replacing workers may have another layout than the certified one.
+        # Restarted workers may have a different layout, for which the certificate does not hold.
         last = earlier[-1]
         same = []
         for key in ("mesh", "ranks", "strategy"):

@@ -237,11 +237,11 @@ def _assigns_to_copy(tensor: DTensor, index: Any) -> bool:
     return is_copied_view(view)
 
 
-class _Thread(threading.local):
+class _ActiveMode(threading.local):
     mode: ScriptMode | None = None
 
 
-_thread = _Thread()
+_thread = _ActiveMode()
 
 
 def current_mode() -> ScriptMode | None:

@@ -315,9 +315,9 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
     return found
 
 
-def _copy_tokenizer(told: Any, moved: str | None, folder: str) -> None:
+def _copy_tokenizer(given: Any, moved: str | None, folder: str) -> None:
     """Copy the tokenizer.json of the run's data. ``moved`` is its present location, if given."""
-    data = told if isinstance(told, dict) else {}
+    data = given if isinstance(given, dict) else {}
     file = moved or data.get("path")
     # The byte tokenizer has no file.
     if not isinstance(file, str) or file == "bytes":
