@@ -10,11 +10,13 @@ from unittest import mock
 
 import memory_runs
 import pytest
+import torch
 import torch.distributed as dist
 from memory_runs import train_until
 from training import largest_difference
 from workers import WorkerError
 
+from parallel2d import CheckpointConfig, Checkpointer
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.topology import MEMORY_DIR
@@ -351,3 +353,19 @@ def test_damaged_restart_record_is_named_in_the_error(tmp_path):
         (tmp_path / in_memory.RECORD).write_text(text)
         with pytest.raises(ValueError, match="names no start"):
             in_memory._read_record(str(tmp_path))
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_copies_last_until_the_update_of_a_known_optimizer(tmp_path, monkeypatch, has_optimizer):
+    monkeypatch.setenv(MEMORY_DIR, str(tmp_path / "memory"))
+    config = CheckpointConfig(every=0, memory_every=1)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters()) if has_optimizer else None
+    copies = in_memory.in_memory_checkpoints(config, tmp_path, None)
+    checkpointer = Checkpointer(config, tmp_path, None, model, optimizer, copies=copies)
+    start = mock.Mock(wraps=copies._staging.start)
+    monkeypatch.setattr(copies._staging, "start", start)
+    checkpointer.save_if_due(1, {})
+    checkpointer.finish()
+    ((_, until_update), _) = start.call_args
+    assert len(until_update) == (2 if has_optimizer else 0)

@@ -133,9 +133,9 @@ class Checkpointer:
                 "copies=parallel2d.training.checkpoint.in_memory_checkpoints(config, run_dir, mesh)"
             )
         if copies is not None and optimizer is not None:
-            optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
-            for each in optimizers:
-                each.register_step_pre_hook(lambda *_: copies.before_update())
+            copies.follow_updates(
+                optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+            )
         self.group = Group.new(mesh)
         # A save in a thread has its own group. The decision of a step needs a second one, because
         # the messages of two collectives that run at the same time on one group would mix.

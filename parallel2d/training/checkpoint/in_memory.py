@@ -31,7 +31,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ class InMemoryCheckpoints:
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
         self.every, self.run_dir, self._group, self.on = every, run_dir, group, True
+        self._follows_updates = False
         self._shape = (MeshShape(1, 1) if mesh is None else mesh_shape(mesh)).shown
         # Rank -> the ranks at the same position of each replica.
         self._rows = {group.rank: [group.rank]}
@@ -313,7 +314,7 @@ class InMemoryCheckpoints:
             parts = list(local_parts(state.shared | state.of_replica | state.own))
             tensors, blocks = pack(parts)
             manifest = dataclasses.replace(manifest, tensors=tensors)
-            lasting = _changed_by_updates(state)
+            lasting = _changed_by_updates(state) if self._follows_updates else set()
             ids = set()
             for part in parts:
                 if part.name in lasting:
@@ -349,10 +350,12 @@ class InMemoryCheckpoints:
                 if start.name != self._start:
                     shutil.rmtree(start, ignore_errors=True)
 
-    def before_update(self) -> None:
-        """Make the next update wait until the last state is staged. The optimizers of a
-        `Checkpointer` call it before each step."""
-        self._staging.before_update()
+    def follow_updates(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Make each step of ``optimizers`` wait until the last state is staged. Without optimizers
+        the next forward waits for it."""
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._staging.before_update())
+            self._follows_updates = True
 
     def _write(self, of: str, manifest: Manifest, state: Tensor) -> None:
         """Write ``state`` as a copy that belongs to ``of``, a rank or a position."""
