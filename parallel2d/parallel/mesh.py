@@ -236,7 +236,10 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
     return MeshShape.from_sizes(dict(zip(names, mesh.shape, strict=True)))
 
 
-_part_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# For the default group of their time, the groups of meshes over a part of its ranks
+_part_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -245,15 +248,16 @@ def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     if mesh.size() == dist.get_world_size():
         return None
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    known = _part_groups.get(ranks)
-    # The groups of an earlier world are gone.
-    if known is None or known not in dist.distributed_c10d._world.pg_map:
+    world = dist.group.WORLD
+    assert world is not None
+    groups = _part_groups.setdefault(world, {})
+    if ranks not in groups:
         # Ranks outside of the mesh take no part, and do not know of it.
         new = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh")
         assert isinstance(new, dist.ProcessGroup)  # this rank is a member
         inherit_timeout(new, mesh.device_type)
-        known = _part_groups[ranks] = new
-    return known
+        groups[ranks] = new
+    return groups[ranks]
 
 
 def is_first_of(mesh: DeviceMesh) -> bool:
