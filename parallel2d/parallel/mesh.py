@@ -236,10 +236,7 @@ def mesh_shape(mesh: DeviceMesh) -> MeshShape:
     return MeshShape.from_sizes(dict(zip(names, mesh.shape, strict=True)))
 
 
-# For the default group of their time, the groups of meshes over a part of its ranks
-_part_groups: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]
-] = weakref.WeakKeyDictionary()
+_part_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -248,16 +245,15 @@ def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     if mesh.size() == dist.get_world_size():
         return None
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    world = dist.group.WORLD
-    assert world is not None
-    groups = _part_groups.setdefault(world, {})
-    if ranks not in groups:
+    known = _part_groups.get(ranks)
+    # The groups of an earlier world are gone.
+    if known is None or known not in dist.distributed_c10d._world.pg_map:
         # Ranks outside of the mesh take no part, and do not know of it.
         new = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh")
         assert isinstance(new, dist.ProcessGroup)  # this rank is a member
         inherit_timeout(new, mesh.device_type)
-        groups[ranks] = new
-    return groups[ranks]
+        known = _part_groups[ranks] = new
+    return known
 
 
 def is_first_of(mesh: DeviceMesh) -> bool:
