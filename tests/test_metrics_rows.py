@@ -197,11 +197,20 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         ranks=measured,
     )
     for step, step_s in enumerate((seconds, 2 * seconds, seconds), 1):
+        is_last = step == 3
         recorder.record(
-            Progress(step=step), outcome, 0.1, {"step_s": step_s}, None, last=step == 3, given={}
+            Progress(step=step),
+            outcome,
+            0.1,
+            {"step_s": step_s},
+            None,
+            last=is_last,
+            lost_s=seconds / 4 if is_last else 0.0,
+            given={},
         )
     recorder.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["goodput/lost_replicas_s"] == pytest.approx(seconds / 4)
     assert row["throughput/tokens_per_s"] * row["time/step_s"] == pytest.approx(batch * seq)
     assert row["throughput/mfu"] == pytest.approx(per_sequence * batch / (seconds * ranks * peak))
     assert row["throughput/model_tflops_per_rank"] * 1e12 == pytest.approx(

@@ -146,22 +146,26 @@ def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
     last = rows[-1]
     assert last["replicas/joined"] == 1
     assert last["replicas/repeated_samples"] in (0, 8), "in a step, or between two"
-    assert 0 < last["replicas/lost_s"] < 20
+    assert 0.04 < last["replicas/lost_s"] < 20
     shares = set()
     for row, later in itertools.pairwise(rows):
-        if row["replicas/lost_s"] == 0 or "time/step_s" not in row:
+        if "time/step_s" not in later:
             continue
-        # The rows of one writer
         live = later["replicas/present"]
         shares.add(live / 2)
         per_rank = later["throughput/tokens_per_s_per_rank"]
         assert per_rank * live == pytest.approx(later["throughput/tokens_per_s"])
-        lost_s = later["replicas/lost_s"] - row["replicas/lost_s"]
-        computed = later["time/step_s"] - lost_s - later["time/data_s"]
         useful = later["goodput/useful_s"] - row["goodput/useful_s"]
-        assert useful == pytest.approx(live / 2 * computed, rel=1e-3)
+        lost = later["goodput/lost_replicas_s"] - row["goodput/lost_replicas_s"]
+        step_s = later["time/step_s"] - later["time/data_s"]
+        assert useful + lost == pytest.approx(step_s, rel=1e-3, abs=1e-6)
+        # Failed attempts are not useful.
+        lost_s = later["replicas/lost_s"] - row["replicas/lost_s"]
+        attempts_s = step_s - useful / (live / 2)
+        assert -1e-6 <= attempts_s <= lost_s + 1e-6
+        if later["replicas/repeated_samples"] > row["replicas/repeated_samples"]:
+            assert attempts_s > 0
     assert shares == {0.5, 1.0}
-    assert last["goodput/lost_replicas_s"] > last["replicas/lost_s"]
     log = (tmp_path / "run/train.log").read_text()
     assert "replicas   [1] of 2 are live: " in log
     assert "replicas   [0, 1] of 2 are live: from step" in log

@@ -122,8 +122,6 @@ class StepQuorum:
         """Form the quorum of the next step, or of its repetition, and assign the parts of its
         global batch. Replicas join and leave here; it does not return in a replica that leaves."""
         quorum = self._quorum
-        if not self._repeats and quorum.has_state:
-            self._lost_since = time.perf_counter()
         received = rolled_back = None
         note = ""
         while quorum.state is ReplicaState.MISSING:
@@ -183,6 +181,7 @@ class StepQuorum:
         """Plan the changes of members after a committed step. True if all replicas save and stop: a
         rank was asked to stop, and without its replica too few replicas would remain, or the store
         of the other nodes would end with its node."""
+        self._lost_since = time.perf_counter()
         self._joins = outcome.joins
         asked = set(outcome.preempted_ranks)
         self._leaving = set()
@@ -261,8 +260,8 @@ class StepQuorum:
         return self._count_lost()
 
     def _count_lost(self) -> float:
-        """Count the time since the begin of the step, or since the last call in it, as lost, and
-        return its seconds."""
+        """Count the time since the last committed step, or since the last call after it, as lost,
+        and return its seconds."""
         begin, self._lost_since = self._lost_since, time.perf_counter()
         seconds = self._lost_since - begin
         self._totals[keys.REPLICAS_LOST_S] += seconds

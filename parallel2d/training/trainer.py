@@ -167,6 +167,7 @@ class Trainer(TrainerParts):
         `RunTakenOver` on rank 0.
         """
         begin, busy = time.perf_counter(), time.process_time()
+        attempt = begin
         self.clock.start()
         assignment = self._form_quorum(feed)
         self.recorder.start_step(self.progress.step + 1)
@@ -186,6 +187,7 @@ class Trainer(TrainerParts):
             if self.quorum.should_commit(status):
                 break
             assignment = self._form_quorum(feed)
+            attempt = time.perf_counter()
             batch = self._read_part(assignment, feed, again=True)
         self.clock.mark("sync_s")
         scale = self.scaler.scale
@@ -235,6 +237,7 @@ class Trainer(TrainerParts):
             seconds,
             validation,
             last=last or self.preempted,
+            lost_s=attempt - begin,
             given={**keys.of_batch(batch.metrics), **agreed.metrics, **self.quorum.metrics()},
         )
         if row is not None:

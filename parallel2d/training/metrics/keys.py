@@ -83,7 +83,7 @@ SKEW = "rank/skew"
 BUSY_S = "rank/busy_s"  # of every rank: a histogram in TensorBoard, not part of a row
 
 # Live replicas; and totals since all replicas last started together: replicas that rejoined,
-# samples that were computed again, seconds from the start of a failed step to its repetition
+# samples that were computed again, seconds from the last committed step before a failure on
 REPLICAS = "replicas/present"
 REPLICAS_JOINED = "replicas/joined"
 REPEATED_SAMPLES = "replicas/repeated_samples"

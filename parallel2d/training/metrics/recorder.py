@@ -77,7 +77,6 @@ class Recorder:
         # Sums over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted, self._rank_s = 0, 0.0
-        self._lost_s = 0.0  # `keys.REPLICAS_LOST_S` of the step before
         # Sums over all steps except the first, for the estimate of the remaining time
         self._steady_s, self._steady_steps = 0.0, 0
 
@@ -176,6 +175,7 @@ class Recorder:
         validation: Mapping[str, float] | None,
         *,
         last: bool,
+        lost_s: float,
         given: Mapping[str, float],
     ) -> dict[str, Any] | None:
         """Record one step, and write a row every ``log_every`` steps, at the first and the last
@@ -184,14 +184,12 @@ class Recorder:
         Args:
             validation: validation losses by key; None if this step had no validation.
             last: this is the last step.
+            lost_s: as in `Goodput.add`.
             given: metrics of hooks; the next row contains the newest value of each.
         """
         first, self._first = self._first, False
         live_ranks = self.ranks - absent_ranks()
-        lost_s = given.get(keys.REPLICAS_LOST_S, 0.0)
-        # The total begins again with all replicas.
-        lost_here, self._lost_s = max(0.0, lost_s - self._lost_s), lost_s
-        self._goodput.add(seconds, first=first, live=live_ranks / self.ranks, lost_s=lost_here)
+        self._goodput.add(seconds, first=first, live=live_ranks / self.ranks, lost_s=lost_s)
         self._was_short |= live_ranks < self.ranks
         self._given |= given
         if outcome.outer_norm is not None:

@@ -58,7 +58,7 @@ _DESCRIPTIONS = {
     keys.SKEW: "Busy seconds of the slowest rank over the mean",
     keys.BUSY_S: "Busy seconds of every rank in the step before",
     keys.REPLICAS: "Replicas that are alive",
-    keys.REPLICAS_LOST_S: "Seconds from the start of failed steps to their repetition so far",
+    keys.REPLICAS_LOST_S: "Seconds from committed steps until the survivors continued, so far",
     "replicas/.*": "Number so far, since the last start of all ranks",
     keys.COMPRESSION: "Bytes of exact fp32 gradients over those sent between replicas",
     keys.OUTER_NORM: "Norm of the change that replicas shared last",
