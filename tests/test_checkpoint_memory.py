@@ -351,7 +351,7 @@ def test_damaged_restart_record_is_named_in_the_error(tmp_path):
     assert in_memory._read_record(str(tmp_path)) == ("", ())
     for text in ('{"start": "a", "loaded": 1}', '{"starts": [["a", 1]]}'):
         (tmp_path / in_memory.RECORD).write_text(text)
-        with pytest.raises(ValueError, match="names no start"):
+        with pytest.raises(ValueError, match="has no name of a start"):
             in_memory._read_record(str(tmp_path))
 
 

@@ -159,7 +159,7 @@ def _summons_full_parameters(model):
 POINTS = {
     "gathers a state": lambda model, saver: parallel2d.save_full(saver.path, model),
     "loads a state": lambda model, _: parallel2d.load_full_state(model, None, None),
-    "gathers whole parameters for a moment": lambda model, _: _summons_full_parameters(model),
+    "temporarily gathers full parameters": lambda model, _: _summons_full_parameters(model),
     "saves or restores a checkpoint": lambda _, saver: saver.save_if_due(1, {}, last=True),
     "calls parallel2d.reduce": lambda *_: parallel2d.reduce(torch.ones(())),
     "calls parallel2d.barrier": lambda *_: parallel2d.barrier("after an evaluation"),

@@ -1,4 +1,4 @@
-"""Restarts the failed replicas of a node while the others train: `LostReplicas`.
+"""Restarts the failed replicas of a node while the other replicas train: `LostReplicas`.
 
 See [Note: replicas that never stop] in `parallel2d.base.replicas`. Launchers post failed replicas
 in the store, where all ranks read them. Each launcher restarts its own ranks of a failed replica.
@@ -24,7 +24,7 @@ from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.rendezvous_round import Round
 
-_RESTART_WINDOW_S = 60.0  # restarts in this time lengthen the pause before the next
+_RESTART_WINDOW_S = 60.0  # restarts within this time lengthen the pause before the next restart
 
 
 @dataclass(eq=False)
@@ -33,15 +33,15 @@ class LostReplicas:
 
     Attributes:
         ends_job: True after a failure that the program or a sample has caused.
-        is_late: True if the other launchers have started before.
-        needs_all: True if the other replicas wait for a failed one.
+        is_late: True if this launcher has started after the ranks of the other launchers.
+        needs_all: True if the other replicas wait for a failed replica.
     """
 
     _round: Round
-    _store: Any  # of the ranks
+    _store: Any  # the store of the ranks
     _ranks: NodeRanks
-    _may_continue: Callable[[RankFailure], bool]  # False: the failure ends or restarts all ranks
-    _requeue_exit_code: int  # of a rank that was asked to stop
+    _may_continue: Callable[[RankFailure], bool]  # False if the failure ends or restarts all ranks
+    _requeue_exit_code: int  # exit code of a rank that was asked to stop
 
     def __post_init__(self) -> None:
         self._events = Events(self._store)
@@ -49,26 +49,26 @@ class LostReplicas:
         self._incarnations: dict[int, int] = {}
         self.ends_job = self.needs_all = False
         self._timed_out: set[str] = set()  # names of launchers
-        # By local rank, its CPU time and the seconds for which it was seen stopped. Only polls
-        # count, because this launcher may have been stopped together with its ranks.
+        # Local rank -> its CPU time, and the seconds for which polls have found it stopped. Each
+        # poll adds at most one interval, because the launcher may have been stopped with its ranks.
         self._stopped: dict[int, tuple[str, float]] = {}
         self._polled_at = time.monotonic()
-        self._starts: dict[int, list[float]] = {}  # of each replica, in the last minute
-        # The time until which ranks may end without a signal: of a replica that was left out, and
-        # of all ranks
+        self._starts: dict[int, list[float]] = {}  # replica -> its starts in the last minute
+        # Deadlines after which ranks receive SIGKILL: of each replica that must end, and of all
+        # ranks
         self._ends_by: dict[int, float] = {}
         self._restarts_by: float | None = None
         self.is_late = self._has_begun()
 
     def enter(self) -> dict[int, int]:
-        """Start new incarnations of the replicas of this launcher, which is late. Return the
-        incarnations of all ranks."""
+        """Give the replicas of this late launcher new incarnations. Return the incarnations of all
+        ranks."""
         self._events.read_all()
         own, found = set(self._round.ranks_of(self._round.own)), {}
         for number, ranks in enumerate(self._replicas):
             dead = [incarnation for replica, incarnation in self._events.dead if replica == number]
             self._incarnations[number] = max(dead, default=-1) + 1
-            # The previous incarnation has failed, even if no launcher has noticed it yet.
+            # The previous incarnation has failed, even if no launcher has posted this yet.
             if own & set(ranks):
                 self._post_dead((number, self._incarnations[number]))
                 self._incarnations[number] += 1
@@ -76,8 +76,8 @@ class LostReplicas:
         return found
 
     def replace(self) -> bool:
-        """Restart failed replicas. False if the job cannot continue: before replicas may fail,
-        without a live replica that has the state, or after a failure of the whole job."""
+        """Restart failed replicas. False if all ranks must end: replicas may not fail yet, no
+        member of the quorum is live, or the failure ends the complete job."""
         if not self._has_begun():
             return False
         self._events.read_all()
@@ -87,7 +87,7 @@ class LostReplicas:
             return False
         self._events.read_all()
         if self._events.restarts or not self._store.check([LATEST]):
-            return False  # all ranks have restarted without these
+            return False  # all ranks restart
         members = json.loads(self._store.get(RECORD.format(self._store.get(LATEST).decode())))
         if all(self._is_dead(tuple(each)) for each in members["members"]):
             return False
@@ -97,9 +97,9 @@ class LostReplicas:
         return True
 
     def post_failed(self) -> None:
-        """Post the failed replicas of this launcher without a restart, while its ranks are asked to
-        end: the other ranks can save only without them."""
-        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
+        """Post the failed replicas of this launcher without a restart. Called while the job is
+        asked to stop: the other ranks can save only after they know the failed replicas."""
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # the store's node has ended
             if not self._has_begun():
                 return
             self._events.read_all()
@@ -109,7 +109,7 @@ class LostReplicas:
                     self._post_dead(self._member(local))
 
     def _has_begun(self) -> bool:
-        """True if replicas may fail, and no restart of all ranks was posted."""
+        """True if replicas may fail, and no event restarts all ranks."""
         if not self._replicas and self._store.check([ON]):
             self._replicas = json.loads(self._store.get(RANKS))["ranks"]
             self._incarnations = dict.fromkeys(range(len(self._replicas)), 0)
@@ -117,12 +117,12 @@ class LostReplicas:
         return bool(self._replicas) and not self._events.restarts
 
     def _continues_after(self, local: int) -> bool:
-        """Check one process, and post its replica as failed if it has ended. False if its end is
-        an end of all ranks."""
+        """Check one process, and post its replica as failed if the process has failed. False if all
+        ranks must end."""
         code = self._ranks.processes[local].poll()
         if code == self._requeue_exit_code:
             return False
-        if code == LEFT_OUT:  # the others have left it out
+        if code == LEFT_OUT:  # the other replicas continue without this replica
             self._post_dead(self._member(local))
         elif code and not self._is_dead(self._member(local)):
             failure = self._ranks.failure(local)
@@ -133,7 +133,7 @@ class LostReplicas:
         return True
 
     def all_must_end(self) -> bool:
-        """True if all ranks restart, and had the time to end without a signal."""
+        """True if all ranks restart, and the time to end without a signal is over."""
         now = time.monotonic()
         if self._events.restarts and self._restarts_by is None:
             self._restarts_by = now + GRACE_AFTER_FAILURE_S
@@ -145,19 +145,19 @@ class LostReplicas:
         return bool(self._events.dead)
 
     def has_left(self) -> bool:
-        """True if all replicas of this launcher have left, and the others continue."""
-        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
+        """True if all replicas of this launcher have left, and other replicas continue."""
+        with contextlib.suppress(DistNetworkError, DistStoreError):  # the store's node has ended
             self._events.read_all()
         own = list(map(self._member, self._ranks.numbers)) if self._replicas else []
         return bool(own) and all(map(self._is_dead, own))
 
     def _is_of_the_job(self, failure: RankFailure) -> bool:
-        """True if ranks of two replicas have raised an error in the same step: the sample or the
-        program is the cause, and no replica would get further."""
+        """True if ranks of two replicas have raised an error in the same step. Then a sample or the
+        program is the cause, and every replica would fail in this step."""
         error = failure.error
         if error is None or error.step is None or failure.lost_a_peer:
             return False
-        if "ReplicaLost" in error.text:  # for example a hook that used the replicate axis
+        if "ReplicaLost" in error.text:  # for example from a hook that uses the replicate axis
             return False
         number = next(n for n, ranks in enumerate(self._replicas) if failure.rank in ranks)
         key = f"replicas/raised/{error.step}"
@@ -165,7 +165,7 @@ class LostReplicas:
         return len(set(self._store.get(key).split())) > 1
 
     def _post_timed_out_nodes(self) -> None:
-        """Post the replicas of each node that has timed out as failed, once."""
+        """Post the replicas of each timed-out node as failed, once per timeout."""
         for each in self._round.state.members:
             if not self._round.has_timed_out(each.name):
                 self._timed_out.discard(each.name)
@@ -175,7 +175,7 @@ class LostReplicas:
                 for number, of_replica in enumerate(self._replicas):
                     if ranks & set(of_replica):
                         self._post_dead((number, self._incarnations[number]))
-                # All replicas need the failed one, and no launcher here can restart it.
+                # All replicas need the failed replica, and its launcher cannot restart it.
                 if self.needs_all:
                     post(self._store, "restart", None, self._events.count)
 
@@ -191,18 +191,19 @@ class LostReplicas:
         if not self._is_dead(member):
             post(self._store, "dead", member, self._events.count)
             self._events.dead.add(member)
-            # Its other ranks may wait for the failed one, so they get no time to end.
+            # The other ranks of the replica may wait for the failed rank and never end: kill them.
             self._ends_by[member[0]] = 0.0
 
     def _kill_stopped(self) -> None:
-        """Kill ranks that are stopped (SIGSTOP, a debugger) for the heartbeat timeout."""
+        """Kill ranks that were stopped (SIGSTOP, a debugger) for longer than the heartbeat
+        timeout."""
         now, before = time.monotonic(), self._polled_at
         self._polled_at = now
         for local, process in self._ranks.processes.items():
             state = ran = ""
             with contextlib.suppress(OSError, IndexError):
                 state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-                # The CPU time of a rank that is stopped and continued by turns increases.
+                # CPU time shows whether a stopped rank has run between two polls.
                 ran = Path(f"/proc/{process.pid}/schedstat").read_text()
             old, stopped_s = self._stopped.pop(local, ("", 0.0))
             if state != "T":
@@ -216,8 +217,8 @@ class LostReplicas:
                 process.close(signal.SIGKILL)
 
     def _restart(self, number: int) -> None:
-        """End the remaining ranks of a replica, and restart it. After several restarts within
-        `_RESTART_WINDOW_S` the next ones wait, with growing pauses."""
+        """End the remaining ranks of a replica, and restart it. From the fourth restart within
+        `_RESTART_WINDOW_S` on, a growing pause precedes each restart."""
         numbers = self._ranks.numbers
         mine = []
         for local, rank in numbers.items():

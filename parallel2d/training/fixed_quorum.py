@@ -1,8 +1,8 @@
-"""The questions of a `Trainer` to its quorum, and their answers in a job in which no replica may
-fail: `FixedQuorum`. `membership.StepQuorum` answers them if replicas may fail.
+"""The quorum of each step of a `Trainer` whose replicas may not fail: `FixedQuorum`. It has the
+methods of `membership.StepQuorum`, the quorum of a job whose replicas may fail.
 
-A step asks `start_step` for the part of this rank in the global batch, and after the status
-all-reduce `should_commit` for the permission to update. The answer False repeats the step.
+`start_step` returns the part of this rank in the global batch. `should_commit`, called after the
+status all-reduce, returns True if the trainer may update, and False if it must repeat the step.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Assignment:
     """The part of this rank in the global batch of a step."""
 
     current: BatchPlan
-    """Its part of this global batch; of another replica with as many micro-batches if this replica
-    computes nothing."""
+    """The part in this global batch. If ``computes`` is False, the part of another replica, which
+    has the same number of micro-batches."""
     later: BatchPlan
-    """Its part of all later global batches."""
+    """The part in all later global batches."""
     data_ranks: int
     """Number of data ranks whose gradients are averaged."""
     computes: bool = True
-    """False if this replica receives the state in this step; its gradients are zeros."""
+    """False if this replica receives the state in this step. Its gradients are zeros then."""
     received: Mapping[str, Any] | None = None
-    """The values of `Trainer.shared_state` that this replica has received, to be loaded."""
+    """The values of `Trainer.shared_state` that this replica has received and must load."""
     rolled_back: Mapping[str, Any] | None = None
-    """The state of a checkpoint, to be loaded. Its tensors are loaded already."""
+    """The state of a checkpoint that the trainer must load. Its tensors are loaded already."""
     note: str = ""
-    """A line for the log, after loading."""
+    """A line for the log, written after the state was loaded."""
 
 
 def assign(
@@ -49,10 +49,10 @@ def assign(
     """Return the part of one rank in each global batch that ``members`` divide.
 
     Args:
-        plan: a part of the same global batches.
+        plan: any plan of the same global batches, for the batch sizes.
         own: the replica of the rank.
         shards: number of data ranks of a replica.
-        shard: position of the rank among them.
+        shard: position of the rank on the shard axis.
     """
     return BatchPlan(
         global_batch_size=plan.global_batch_size,

@@ -1,7 +1,7 @@
-"""The quorum of a `Trainer` whose replicas may fail, step by step: `StepQuorum`.
+"""The quorum of each step of a `Trainer` whose replicas may fail: `StepQuorum`.
 
-See [Note: replicas that never stop] in `parallel2d.base.replicas`, and [Note: nobody waits for a
-replica that joins] in `state_transfer`.
+See [Note: replicas that never stop] in `parallel2d.base.replicas`, and [Note: join without a wait]
+in `state_transfer`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class StepQuorum:
             self._least = min(settings.min_replicas, self._least)
         self._requeue_exit_code = settings.requeue_exit_code
         self._shards, self._shard = shape.shard, parts.mesh.get_local_rank("shard")
-        # The number of data ranks in the last mean of gradients
+        # Number of data ranks that averaged their last gradients
         self._data_ranks = shape.data_ranks
         if not quorum.incarnation:
             self._data_ranks = len(quorum.members) * self._shards
         self._members = set(quorum.members)  # at the last assignment
-        self._assigned = self._planned = -1  # epochs of the last assignment and `plan`
+        # Quorum numbers of the last assignment and of the last `plan`
+        self._assigned = self._planned = -1
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
         self._buffers = KeptBuffers(self._model)
@@ -82,8 +83,8 @@ class StepQuorum:
 
     @property
     def plan(self) -> BatchPlan:
-        """The part of this rank in each global batch that the live replicas divide. Until it has
-        joined, a rejoining replica warms up with its part among all replicas."""
+        """The part of this rank in each global batch, which the live replicas divide. A joining
+        replica without the state warms up with its part among all replicas."""
         if not self._quorum.has_state:
             return self._plan
         self._planned = self._quorum.epoch
@@ -94,15 +95,15 @@ class StepQuorum:
 
         Args:
             stop_requested: True if this rank was asked to save and stop.
-            warm_up: runs a step of a rejoining replica, without other replicas. The first step of a
-                process takes long, and all members of a quorum wait for it.
+            warm_up: runs one step without other replicas, in a restarted replica before it joins.
+                The first step of a process is slow, and would delay all members of the quorum.
         """
         quorum = self._quorum
         quorum.start(stop_requested)
         self._assigned = quorum.epoch
         if not quorum.incarnation:
             if len(quorum.members) < len(quorum.ranks):
-                self._log("the other replicas may join later")
+                self._log("training starts")
             return
         with quorum.isolated():
             warm_up()
@@ -119,8 +120,8 @@ class StepQuorum:
     # A step
 
     def start_step(self) -> Assignment:
-        """Form the quorum of the next step, or of its repetition, and assign the parts of its
-        global batch. Replicas join and leave here; it does not return in a replica that leaves."""
+        """Form the quorum of the next or repeated step, and assign the parts of its global batch.
+        Replicas join and leave here. In a leaving replica this call ends the process."""
         quorum = self._quorum
         received = rolled_back = None
         note = ""
@@ -136,7 +137,7 @@ class StepQuorum:
         if quorum.epoch != self._assigned:
             self._follow_members()
             self._send_state()
-        # A replica without the state computes nothing, and all replicas divide the later batches.
+        # A replica without the state computes no part of this batch, and a part of later batches.
         computing = set(quorum.members) - set(quorum.joined)
         computes = quorum.own in computing
         current = self._part_among(computing, quorum.own if computes else min(computing))
@@ -148,11 +149,11 @@ class StepQuorum:
         )
 
     def should_commit(self, status: Tensor) -> bool:
-        """True if all live replicas have the complete step. Otherwise the trainer repeats it, and
-        this rank has no gradients. Collective over the ranks of this replica.
+        """True if all live replicas have the complete step. Otherwise this call discards the
+        gradients, and the trainer repeats the step. Collective over the ranks of this replica.
 
         Args:
-            status: the sum of `StepStatus`. If only other replicas have it, this call sets it.
+            status: the sum of `StepStatus`. This call sets it if only other replicas have the sum.
         """
         quorum, begin = self._quorum, time.perf_counter()
         if not quorum.is_complete(status):
@@ -169,18 +170,18 @@ class StepQuorum:
                 self._repeats = True
                 self._totals[keys.REPEATED_SAMPLES] += self._plan.global_batch_size
             else:
-                # The part of this rank in the step is not lost.
+                # The computation of this step was useful.
                 self._lost_since = begin
             seconds += self._count_lost()
-            how = "to its end" if is_committed else "again"
+            how = "committed" if is_committed else "recomputed"
             self._log(f"step {self._step + 1} {how} after {seconds:.2f} s")
             return is_committed
         return self._finish_transfers() and quorum.should_commit(status)
 
     def finish_step(self, outcome: StepOutcome) -> bool:
-        """Plan the changes of members after a committed step. True if all replicas save and stop: a
-        rank was asked to stop, and without its replica too few replicas would remain, or the store
-        of the other nodes would end with its node."""
+        """Plan the changes of members after a committed step. True if a rank was asked to stop and
+        all replicas must save and stop with it: too few replicas would remain, or the store would
+        end with the node of this rank."""
         self._lost_since = time.perf_counter()
         self._joins = outcome.joins
         asked = set(outcome.preempted_ranks)
@@ -194,7 +195,7 @@ class StepQuorum:
         return bool(asked) and not self._leaving
 
     def lose_state(self) -> None:
-        """Leave the step: this replica needs a state before the next one."""
+        """Leave the step. This replica needs a state before its next step."""
         self._quorum.lose_state()
         if self._receiver is not None:
             self._receiver.finish()
@@ -202,12 +203,12 @@ class StepQuorum:
         self._discard_gradients()
 
     def repeats_evaluation(self) -> bool:
-        """True if fewer replicas than those of the last `plan` made the last all-reduce over all
-        ranks, so that a part is missing from its result."""
+        """True if the quorum has changed between the last `plan` and the last all-reduce over all
+        ranks. Then the result of the evaluation lacks a part."""
         return self._quorum.synchronized != self._planned
 
     def lead(self) -> None:
-        """Make this rank the leader if the old leader failed."""
+        """Call ``on_lead`` if this rank has become the leader."""
         leads = self._quorum.rank == self._quorum.first_rank
         if leads and not self._leads:
             self._on_lead()
@@ -220,26 +221,26 @@ class StepQuorum:
     # Changes of members
 
     def _change_members(self) -> None:
-        """Let replicas join and leave between two steps."""
+        """Change the members of the quorum between two steps."""
         quorum, joins, leaving = self._quorum, self._joins, self._leaving
         self._joins, self._leaving = False, set()
         if quorum.replica in leaving:
             quorum.leave(self._requeue_exit_code)
         if self._has_joined:
-            self._log(f"from step {self._step} on")
+            self._log(f"training from step {self._step}")
         self._has_joined = joins and not leaving
         if self._has_joined:
             self._admit()
         elif leaving:
             self._regroup(admit=False)
-            self._log(f"replicas {sorted(leaving)} were asked to stop")
+            self._log(f"{sorted(leaving)} stopped on request; training from step {self._step + 1}")
         elif quorum.epoch != self._assigned:  # a replica failed between two steps
             self._count_lost()
-            self._log(f"from step {self._step + 1} on")
+            self._log(f"training from step {self._step + 1}")
         self._wait_for_enough()
 
     def _admit(self, least: int = 1) -> None:
-        """Accept the waiting replicas, until there are at least ``least`` replicas."""
+        """Form a quorum of at least ``least`` replicas with the waiting replicas."""
         outer = outer_sync(self._model)
         if outer is not None:
             outer.receive()
@@ -251,8 +252,8 @@ class StepQuorum:
         self._quorum.regroup(admit=admit, least=least)
 
     def _wait_for_enough(self) -> float:
-        """Wait for ``launch.min_replicas``, and return the lost seconds. If a rank is asked to stop
-        meanwhile, one more step is done and saved."""
+        """Wait for ``launch.min_replicas``, and return the lost seconds. A request to stop ends the
+        wait: one more step is computed and saved."""
         if len(self._quorum.members) >= self._least:
             return 0.0
         self._log(f"waiting for launch.min_replicas={self._least}")
@@ -260,15 +261,15 @@ class StepQuorum:
         return self._count_lost()
 
     def _count_lost(self) -> float:
-        """Count the time since the last committed step, or since the last call after it, as lost,
-        and return its seconds."""
+        """Count the time since the last committed step, or since the last call, as lost. Return
+        this time in seconds."""
         begin, self._lost_since = self._lost_since, time.perf_counter()
         seconds = self._lost_since - begin
         self._totals[keys.REPLICAS_LOST_S] += seconds
         return seconds
 
     def _follow_members(self) -> None:
-        """Scale the error feedback, which replicas average, for the current members."""
+        """Adapt the weight of the error feedback to the current number of replicas."""
         self._assigned = self._quorum.epoch
         lost = len(self._members.difference(self._quorum.members))
         self._members = set(self._quorum.members)
@@ -282,8 +283,8 @@ class StepQuorum:
         return assign(self._plan, members, own, self._shards, self._shard)
 
     def _roll_back(self) -> tuple[dict[str, Any], str]:
-        """Wait for all replicas, and load the state as after a restart; see
-        [Note: in-memory checkpoints]. Returns the state of the checkpoint and a line for the log.
+        """Wait for all replicas, and load the newest checkpoint as after a restart; see
+        [Note: in-memory checkpoints]. Return the state of the checkpoint and a line for the log.
         Raises `ReplicaLost`."""
         quorum = self._quorum
         before = self._step
@@ -301,20 +302,20 @@ class StepQuorum:
             quorum.leave()  # without any checkpoint all ranks restart
         step = state["step"]
         if before > step:
-            self.lead()  # before `Trainer.load_state_dict`: the rows of later steps remain
+            self.lead()  # before `Trainer.load_state_dict`, so that the rows of later steps remain
         seconds = self._count_lost()
         self._totals[keys.REPLICAS_JOINED] += len(quorum.joined)
         self._totals[keys.REPEATED_SAMPLES] += (before - step) * self._plan.global_batch_size
         self._totals = broadcast(self._totals)
         quorum.complete_join()
         self._assigned = quorum.epoch
-        return state, f"from step {before} back to step {step} after {seconds:.2f} s"
+        return state, f"replicas   rolled back from step {before} to {step} after {seconds:.2f} s"
 
     # A joining replica, and its donor
 
     def _join(self) -> dict[str, Any] | None:
-        """Become a member, which receives the state in the next step. Returns the values of
-        `Trainer.shared_state`; None if the replica still has no state."""
+        """Join the quorum, and receive the state during the next step. Return the values of
+        `Trainer.shared_state`, or None if the donor failed."""
         quorum = self._quorum
         quorum.regroup(admit=True)
         self._receiver = Receiver(self._model, self._optimizer, quorum)
@@ -328,28 +329,29 @@ class StepQuorum:
         state = manifest.state
         self._totals = state["totals"]
         self._checkpointer.follow(state["step"])
-        # The forward passes of all replicas exchange values, so this replica must compute too.
+        # The forward passes of the replicas exchange values. Therefore this replica must compute in
+        # its first step, and needs the state before.
         if state["forward_crosses"] and not self._finish_transfers():
             return None
         return state
 
     def _send_state(self) -> None:
-        """Start to send the state to the joined replicas, if this replica is their donor."""
+        """If this replica is the donor, start to send the state to the joined replicas."""
         state = {**self._shared_state(), "totals": self._totals}
         self._senders += start_senders(self._model, self._optimizer, self._quorum, state)
         if state["forward_crosses"] and self._receiver is None:
             self._finish_transfers()
 
     def _finish_sending(self) -> None:
-        """End the transfers of this quorum, successfully or not."""
+        """End the quorum, and wait until its transfers have ended, successfully or not."""
         self._quorum.give_up()
         for sender in self._senders:
             sender.finish()
         self._senders = []
 
     def _finish_transfers(self) -> bool:
-        """Wait until the joined replicas have the state. False if this replica has not received it.
-        Collective over the ranks of this replica."""
+        """Wait until the joined replicas have the state. False if this replica joins and has not
+        received the state. Collective over the ranks of this replica."""
         for sender in self._senders:
             sender.finish()
         self._senders = []
@@ -369,6 +371,6 @@ class StepQuorum:
         step: int = self._shared_state()["step"]
         return step
 
-    def _log(self, what: str) -> None:
-        live = self._quorum.live_replicas
-        self._recorder.log(f"replicas   {live} of {len(self._quorum.ranks)} are live: {what}")
+    def _log(self, event: str) -> None:
+        live, count = self._quorum.live_replicas, len(self._quorum.ranks)
+        self._recorder.log(f"replicas   {event} with {len(live)} of {count} replicas; live: {live}")

@@ -36,21 +36,20 @@ class Replicas:
             optimizer.step()
             optimizer.zero_grad()
 
-    The body of ``while`` may run again, with fewer replicas, so the global batch must depend only
-    on ``step``. After the ``while`` all live replicas have the gradients; change the state there. A
-    rejoining replica runs the script from its beginning, receives the state of another replica, and
-    continues with the step of the others.
+    The body of ``while`` may run again with fewer replicas, so the global batch must depend only on
+    ``step``. After the ``while`` all live replicas have the gradients; update the state there. A
+    restarted replica runs the script from its beginning, receives the state of another replica, and
+    continues at the step of the other replicas.
 
-    This needs ``setup(replicas=True)`` and ``python -m parallel2d.launch run``. Otherwise no
-    replica may fail, and the loop is an ordinary loop.
+    Failures need ``setup(replicas=True)`` and ``python -m parallel2d.launch run``. Without them no
+    replica may fail, and each step is computed once.
 
     Args:
         mesh: the mesh of `parallel2d.build_mesh`, of all ranks.
         model: the model of `parallel2d.parallelize` on this mesh.
         optimizer: the optimizer of its parameters.
-        state: returns the other state that a rejoining replica needs: plain values, equal on all
-            ranks.
-        load_state: receives this state in the rejoining replica.
+        state: returns further state that a joining replica needs: plain values, equal on all ranks.
+        load_state: receives this state in the joining replica.
 
     Raises `ConfigError` for a model whose replicas need each other (``strategy=hybrid_full``).
     """
@@ -71,12 +70,13 @@ class Replicas:
         is_complete = reducers and not any(each.method.splits_updates for each in reducers)
         if self._quorum is not None and not is_complete:
             raise ConfigError(
-                "Replicas: with strategy=hybrid_full no replica continues without the others; "
-                "leave out setup(replicas=True)"
+                "Replicas: with strategy=hybrid_full the replicas split the state, and none can "
+                "continue after a failure; use setup() without replicas=True"
             )
         self._buffers = KeptBuffers(model)
         self._shards = mesh_shape(mesh).shard
-        self._data_ranks = mesh_shape(mesh).data_ranks  # that gradients were averaged over last
+        # Number of data ranks that averaged their last gradients
+        self._data_ranks = mesh_shape(mesh).data_ranks
         self._step = 0
         self._computes = self._joins = False
 
@@ -87,15 +87,16 @@ class Replicas:
 
     @property
     def data_rank(self) -> int:
-        """Position of this rank among them. Context and tensor ranks share a data rank."""
+        """Position of this rank among the live data ranks. The context and tensor ranks of a data
+        rank share this position."""
         if self._quorum is None:
             return data_coordinate(self._mesh)
         replica = sorted(self._quorum.members).index(self._quorum.own)
         return replica * self._shards + self._mesh.get_local_rank("shard")
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """Yield the steps from ``first`` to ``last``; in a rejoining replica from the step of the
-        other replicas. Collective, after everything is built."""
+        """Yield the steps from ``first`` to ``last``. A joining replica starts at the step of the
+        other replicas. Collective; called after everything is built."""
         self._step, quorum = first - 1, self._quorum
         if quorum is not None:
             quorum.start()
@@ -108,11 +109,14 @@ class Replicas:
             self._step += 1
             yield self._step
             if self._computes:
-                raise ConfigError("Replicas: a step ends with `while replicas.compute()`")
+                raise ConfigError(
+                    f"Replicas: step {self._step} ended before compute() returned False; call it "
+                    "in `while replicas.compute():`"
+                )
 
     def compute(self) -> bool:
-        """True if the gradients of this step must be computed: once, and again after the failure of
-        a replica. Collective."""
+        """True if the gradients of this step must be computed: in the first call, and after a
+        failure. False once all live replicas have them. Collective."""
         if not self._computes:
             self._computes = True
             self._buffers.keep()
@@ -144,12 +148,12 @@ class Replicas:
         return True
 
     def _scale_error_feedback(self) -> None:
-        """Keep the weight of the error feedback in the mean, for any number of replicas."""
+        """Adapt the weight of the error feedback to the current number of replicas."""
         error_feedback_of(self._model).scale(self.data_ranks / self._data_ranks)
         self._data_ranks = self.data_ranks
 
     def _write_step(self) -> None:
-        # The launcher reads the step: a failure after progress has a restart more.
+        # The launcher reads this file, because it counts failures without progress.
         if self._quorum is None:
             return
         if AGENT in os.environ and os.environ.get("LOCAL_RANK") == "0":

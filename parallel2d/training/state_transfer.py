@@ -1,16 +1,16 @@
 """The transfer of the state to a joining replica, rank by rank (`Sender`, `Receiver`), and the
 buffers that a repeated step restores (`KeptBuffers`).
 
-[Note: nobody waits for a replica that joins] The joining replica is a member from the start of a
-step, and receives the state during this step. It computes no part of this global batch: its
-gradients in the reductions are zeros, and afterwards its ``.grad`` is the mean of the other
-replicas. Parameters, averages and optimizer state do not change before the update, so a thread of
-the donor sends them without a copy while the step runs. Forward passes may write to buffers, which
-therefore follow after the last forward. Before the update, donor and joining replica wait for the
-rest of the transfer; then the joining replica computes the same update as all replicas.
+[Note: join without a wait] The joining replica is a member from the start of a step, and receives
+the state during this step. It computes no part of this global batch: its gradients are zeros in the
+reductions, and its ``.grad`` is then the mean over the other replicas. Parameters, EMA weights and
+optimizer state do not change before the update, so a thread of the donor sends them without a copy
+during the step. Forward passes may write to buffers, which are therefore sent after the last
+forward. Before the update, donor and joining replica wait for the end of the transfer. Then all
+replicas, including the joining replica, compute the same update.
 
-If forward passes have collectives across replicas, the joining replica must take part in them. It
-then receives the state before the step, and all replicas wait for it.
+If forward passes have collectives across replicas, the joining replica must take part in them. In
+this case it receives the state before the step, and all replicas wait.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ from parallel2d.training.checkpoint.state import (
 
 
 class Sender:
-    """Sends the state of this rank to its peer of ``joiner``, from now until `finish`. ``state``:
-    as of a checkpoint, with the ``step``."""
+    """Sends the state of this rank to the rank at the same position of replica ``joiner``. The
+    transfer starts in the constructor and ends in `finish`. ``state``: the shared values of a
+    checkpoint, including ``step``."""
 
     def __init__(
         self,
@@ -68,13 +69,13 @@ class Sender:
         reshard(model)
         spread_state(optimizer)
         tensors = saved_tensors(model, optimizer)
-        # Of what this replica alone has, another one takes the state of the optimizer.
+        # Of the tensors that differ between replicas, only optimizer states are sent.
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self._tensors = tensors
         described, blocks = pack(local_parts(tensors))
         self._blocks = list(map(bytes_of, blocks))
-        # The first block is the header, and each tensor that has values here is one more.
+        # The first block is the header. Each tensor with values on this rank is one further block.
         held = []
         for name, each in described.items():
             if each.chunks:
@@ -92,7 +93,7 @@ class Sender:
         self._sent = in_thread(self._send_first)
 
     def _send_first(self) -> bool:
-        """Sends all but the buffers; false where a replica was lost meanwhile."""
+        """Send all tensors except the buffers. False if a replica fails first."""
         self._send = send = self._replicas.link(self._joiner)
         sizes = []
         for block in self._blocks:
@@ -102,17 +103,18 @@ class Sender:
         return all(map(send, [torch.tensor([len(data)]), data, *first]))
 
     def finish(self) -> None:
-        """Sends the rest. The parameters may change afterwards."""
+        """Send the buffers, and wait for the end of the transfer. Afterwards the parameters may
+        change."""
         if self._sent.result():
-            # Again, because a buffer with gaps was copied.
+            # Packed again: the first `pack` has copied the values of non-contiguous buffers.
             _, last = _divided(pack(local_parts(self._tensors))[1], self._buffers)
             last = list(map(bytes_of, last))
-            # An end that nothing follows says that all was read before it changed.
+            # A last message confirms that the receiver has read all tensors before they change.
             all(map(self._send, [*last, torch.ones(1)]))
 
 
 class Receiver:
-    """Takes over the state of a peer, from `begin` until `finish`."""
+    """Receives the state of the donor. The transfer starts in `begin` and ends in `finish`."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Quorum
@@ -120,7 +122,8 @@ class Receiver:
         self._model, self._optimizer, self._replicas = model, optimizer, replicas
 
     def begin(self) -> Manifest | None:
-        """Waits for what comes first, and begins to take the rest. None where the donor is lost."""
+        """Receive the manifest and return it, and receive the tensors in a thread. None if the
+        donor fails first."""
         self._send = send = self._replicas.link(self._replicas.own)
         length = torch.zeros(1, dtype=torch.int64)
         if not send(length):
@@ -129,7 +132,7 @@ class Receiver:
         if not send(data):
             return None
         manifest, sizes, buffers = decode(data.numpy().tobytes())
-        # Zeros, because buffers are loaded before they come.
+        # Zeros, because `load_model` reads the buffers before they are received.
         data = torch.zeros(sum(sizes), dtype=torch.uint8)
         self._first, self._last = _divided(data.split(sizes), buffers)
         self._peer = LocalState(manifest, data, "the state of another replica")
@@ -137,8 +140,8 @@ class Receiver:
         return self._peer.manifest
 
     def _load_first(self) -> bool:
-        """Takes and loads all but the buffers. Nothing else reads or writes what it fills: this
-        replica runs no forward pass meanwhile."""
+        """Receive and load all tensors except the buffers. No other thread accesses these tensors,
+        because this replica runs no forward pass meanwhile."""
         model, optimizer = self._model, self._optimizer
         if not all(map(self._send, self._first)):
             return False
@@ -150,7 +153,8 @@ class Receiver:
         return True
 
     def finish(self) -> bool:
-        """Waits for the rest; false where the donor was lost before it had sent all."""
+        """Receive the buffers, and wait for the end of the transfer. False if the donor fails
+        first."""
         rest = [*self._last, torch.ones(1)]
         if not self._loaded.result() or not all(map(self._send, rest)):
             return False
@@ -162,24 +166,27 @@ class Receiver:
 
 
 class KeptBuffers:
-    """Copies of a model's buffers, to which forward passes write that may be done again."""
+    """Copies of a model's buffers, which a repeated step restores: forward passes may write to
+    buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
-        self._kept: dict[int, tuple[int, Tensor]] = {}  # the version of each, and its values then
+        # By index in `_buffers`: the version of a buffer at its last copy, and the copy
+        self._kept: dict[int, tuple[int, Tensor]] = {}
 
     def keep(self) -> None:
-        """Before a step: copies those that were written to."""
+        """Copy the buffers that were written to since their last copy. Called before a step."""
         for index in self._written():
             buffer = self._buffers[index]
             self._kept[index] = buffer._version, buffer.clone()
 
     def put_back(self) -> None:
-        """They are as at the last `keep` again."""
+        """Restore the values of the last `keep`."""
         for index in self._written():
             self._buffers[index].copy_(self._kept[index][1])
 
     def _written(self) -> list[int]:
+        """Return the indices of the buffers that were written to since their last copy."""
         versions = []
         for each in self._buffers:
             versions.append(each._version)
@@ -194,7 +201,7 @@ class KeptBuffers:
 def start_senders(
     model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Quorum, state: dict[str, Any]
 ) -> list[Sender]:
-    """One for each replica that has joined, where this one is their donor."""
+    """Start a `Sender` for each joined replica if this replica is the donor. Return the senders."""
     joined = replicas.joined if replicas.replica == replicas.donor else []
     senders: list[Sender] = []
     for joiner in joined:
@@ -203,7 +210,7 @@ def start_senders(
 
 
 def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """The ``blocks``, and those at the positions ``last``."""
+    """Divide ``blocks`` into the blocks at other positions, and those at the positions ``last``."""
     is_last = set(last)
     first = []
     for at, block in enumerate(blocks):

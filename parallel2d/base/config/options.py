@@ -136,8 +136,8 @@ def _fits(value: Any, item: Field[Any]) -> bool:
 
 
 def allowed(item: Field[Any]) -> str:
-    """Return the constraint in words: ``a whole number, at least 1, or auto`` for ``int | str``
-    with ``min=1``."""
+    """Return the constraint as text. For ``int | str`` with ``min=1`` and the word ``auto``:
+    ``a whole number, at least 1, or auto``."""
     kinds, limits = _kinds(item), _limits(item.metadata)
     choices = list(map(str, item.metadata.get("choices", ())))
     if choices:
@@ -151,7 +151,7 @@ def allowed(item: Field[Any]) -> str:
         kinds.remove("str")
         for word in _words(item):
             parts.append(f"or {word}")
-    # A float may be written as an integer.
+    # The text "a number" includes integers.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
     names = {}

@@ -1,31 +1,31 @@
-"""Replicas that fail and rejoin while the others train: `Quorum`, the live replicas, and `World`,
-the default process group of a job with replicas that may fail.
+"""Replicas that fail and join while other replicas train. `Quorum` holds the live replicas. `World`
+is the default process group of a job whose replicas may fail.
 
 [Note: replicas that never stop] The ranks of one shard (and context, tensor) group are a replica,
-the unit that fails. The groups inside a replica never change. When a replica loses a rank, all of
-its ranks end and it rejoins as a whole. The live replicas are the *quorum*. Collectives across
-replicas use the communicators of the quorum, which connect again for each quorum. For torch these
-are ordinary process groups with a custom backend, and they last for the whole job: the default
-group (`World`), and a group for the replicate axis (`Across`). A replica creates them without the
-other replicas.
+the unit that fails. The groups inside a replica never change. When one rank fails, all ranks of its
+replica end, restart and join again. The live replicas are the *quorum*. A failed, leaving or
+joining replica ends the quorum, and the remaining replicas form the next one. Each quorum has a
+number, and its collectives across replicas use new communicators. Torch sees two ordinary process
+groups with a custom backend, which last until the job ends: the default group (`World`) and the
+group of the replicate axis (`Across`). A replica creates its groups without the other replicas.
 
 [Note: a step is committed everywhere or nowhere] No rank blocks in a call that another replica
-could delay. After a failure all collectives across replicas end at once and without a result. Each
+could delay. After a failure all collectives across replicas end at once, without a result. Each
 rank finishes its backward pass, and the last all-reduce of the step fails. A rank commits a step if
-all ranks of its replica have the result of this all-reduce. Then every member of the quorum had all
-reduced gradients. A replica that lacks the result receives it with the next quorum and commits too.
-If no replica has the result, none has committed, and the survivors compute the complete global
-batch again.
+all ranks of its replica have the result of this all-reduce: the result exists only if every member
+of the quorum had all reduced gradients. A replica without the result receives it with the next
+quorum, and commits too. If no replica has the result, no replica commits, and the survivors
+recompute the complete global batch.
 
-A node that is missing at the start of a job counts as failed: the world contains its ranks, the
-first quorum does not, and the node joins like any rejoining replica.
+A node that is missing at the start of a job counts as failed. Its ranks are in the world but not in
+the first quorum, and the node joins later.
 
 Outside of steps, the survivors repeat a collective of the world until all of them have the same
 result. Other traffic between replicas, such as the outer steps of ``sync=diloco``, is repeated
 until it is complete on all live ranks (`finished_everywhere`).
 
 If replicas split the optimizer state (`Quorum.needs_all`), the survivors wait for a failed replica,
-and all replicas roll back to a checkpoint. No later change is used, complete or not.
+and all replicas roll back to a checkpoint. They discard all changes after this checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def current() -> Quorum | None:
 
 
 def first_rank() -> int:
-    """Return the leader, which logs and writes for all ranks: 0, or the first live rank."""
+    """Return the leader, which logs and writes files: rank 0, or the first live rank."""
     return _current[0].first_rank if _current else 0
 
 
@@ -70,7 +70,7 @@ def present_ranks() -> int:
 
 
 def agreed(name: str, value: str) -> str:
-    """Return ``value``, or in a rejoining replica the value of the others for this ``name``."""
+    """Return the value that the first replica has passed for ``name``, equal on all replicas."""
     if not _current:
         return value
     return _current[0].store.compare_set(f"replicas/agreed/{name}", "", value).decode()
@@ -78,8 +78,8 @@ def agreed(name: str, value: str) -> str:
 
 def finished_everywhere(finish: Callable[[], object]) -> bool:
     """Call ``finish``, which waits for collectives over the replicate axis outside of a step. True
-    if it succeeded on all live ranks; otherwise all of them must repeat these collectives.
-    Collective."""
+    if ``finish`` succeeded on all live ranks; otherwise all live ranks must repeat these
+    collectives. Collective."""
     if not _current or not _current[0].on:
         finish()
         return True
@@ -93,7 +93,7 @@ def finished_everywhere(finish: Callable[[], object]) -> bool:
 
 
 def is_joining() -> bool:
-    """True if this replica is a member that receives the state."""
+    """True while this replica is a member and receives the state."""
     return bool(_current) and _current[0].state is ReplicaState.RECEIVING
 
 
@@ -103,8 +103,8 @@ def crossings() -> int:
 
 
 def position_over_replicas(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the position of this rank among the live ranks of ``group``, which is over the
-    replicate axis, and their number."""
+    """Return the position of this rank among the live ranks of ``group``, and the number of these
+    ranks. ``group``: a group of the replicate axis."""
     if not _current or _current[0].phase is Phase.STARTING:
         return group.rank(), group.size()
     live = _current[0].live_replicas
@@ -112,8 +112,8 @@ def position_over_replicas(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def stay_in_quorum(group: dist.ProcessGroup | None) -> None:
-    """Bind ``group``, of all ranks, to the current quorum: all later collectives raise
-    `ReplicaLost` once this quorum has lost a replica."""
+    """Bind ``group``, a group of all ranks, to the current quorum: after the end of this quorum,
+    its collectives raise `ReplicaLost`."""
     if not _current or group is None:
         return
     backend = group._get_backend(torch.device("cpu"))
@@ -142,8 +142,8 @@ def init_world(quorum: Quorum, size: int, device_type: str) -> None:
 
 
 def init_plain_world(replicas: Quorum, backend: str, bound: torch.device | None) -> None:
-    """Replace `World` by a default process group of torch with this ``backend``. ``bound``: its
-    ``device_id``. Collective."""
+    """Replace `World` by a default process group of torch with this ``backend``. ``bound``: the
+    ``device_id`` of the group. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     forget()

@@ -1,9 +1,9 @@
 """The process groups of one quorum: `Communicator`, `Gloo`, `Nccl`.
 
-[Note: no wait for another replica] A collective with a dead peer may hang without an error.
-Therefore the host never calls a method that waits for a collective: it polls `Collective.is_done`
-and the events in the store, and abandons the collective when a replica is lost. Only this file
-calls the backends of torch for groups with changing members.
+[Note: no wait for another replica] A collective with a failed peer may hang without an error.
+Therefore the host never calls a method that waits for a collective. The host polls
+`Collective.is_done` and the events in the store, and abandons the collective when a replica fails.
+Only this file calls the backends of torch for groups with changing members.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Collective:
     """A collective in flight.
 
     Args:
-        work: the work of torch.
-        kept: the group, and the tensors that the collective may still write to.
+        work: the ``Work`` of torch.
+        kept: objects that must live as long as the collective: its group and its tensors.
     """
 
     def __init__(self, work: dist.Work, *kept: object) -> None:
@@ -46,13 +46,13 @@ class Collective:
         return bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Block until the collective has ended. Used only while no replica may fail. Raises
+        """Block until the collective has ended. Called only while no replica may fail. Raises
         RuntimeError after a failure."""
         self._work.wait()
 
     def has_failed(self) -> bool:
-        """True if the collective has no result. Called after `is_done`, because it may block
-        before. An aborted collective is done, and its error is set before."""
+        """True if the collective has no result. Called after `is_done`, because this call may block
+        earlier. For an aborted collective `is_done` is True, too."""
         try:
             self._work.wait()
         except RuntimeError:
@@ -67,8 +67,10 @@ class Communicator(Protocol):
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
     ) -> Any:
         """Connect to the other members, and return the argument of `use`. Blocks until all members
-        do so. Called in a thread, which is abandoned once ``stop()`` is true; then it must not
-        change anything. Raises RuntimeError.
+        call it. Raises RuntimeError.
+
+        Runs in a thread, which the caller abandons once ``stop()`` is True; afterwards the thread
+        must not change this object.
 
         Args:
             store: a store that no other quorum has used.
@@ -78,11 +80,11 @@ class Communicator(Protocol):
         """Use these members for the following collectives."""
 
     def start(self, name: str, *arguments: Any) -> Collective:
-        """Start a collective by its name in the backend of torch. Raises RuntimeError, also before
-        `use`."""
+        """Start the collective ``name``, a method of torch's backend. Raises RuntimeError after a
+        failure and before `use`."""
 
     def abort(self) -> None:
-        """Abandon the collectives in flight, which may write to their tensors until they end."""
+        """Abandon the collectives in flight. They may write to their tensors until they end."""
 
     def drain(self) -> None:
         """Wait until no abandoned collective accesses memory of another member. Called after
@@ -95,8 +97,8 @@ class Communicator(Protocol):
 class Gloo:
     """A new gloo group for each quorum.
 
-    ``reconfigure`` of gloo is not used: the threads of a group would run its abandoned collectives
-    until their timeout, and only then the collectives of the next quorum.
+    Gloo's ``reconfigure`` is not used, because it keeps the threads of the group. They would start
+    the collectives of the next quorum only after the timeout of the abandoned collectives.
     """
 
     def __init__(self) -> None:
@@ -132,8 +134,8 @@ class _NcclCollective(Collective):
     """A collective of `Nccl`."""
 
     def has_failed(self) -> bool:
-        """NCCL sets the error of the group before an aborted collective is done, so it is read
-        after `is_done`. Only without an error may a stream wait for the collective."""
+        """True if the group has an error. NCCL sets this error before an aborted collective is
+        done. A stream may wait for the collective only if the group has no error."""
         group: Any = self._kept[0]
         if group.get_error() != ErrorType.SUCCESS:
             return True
@@ -142,15 +144,15 @@ class _NcclCollective(Collective):
 
 
 class Nccl:
-    """A group of the backend ``nccl2``, which is revoked when a replica is lost, and reconfigured
-    in the next quorum. Works refer to their group, so a new one is created only after a failed
-    connect.
+    """A group of the backend ``nccl2``, which is aborted when a replica fails, and reconfigured for
+    the next quorum. A collective in flight refers to its group. Therefore the group is replaced
+    only after a failed `connect`.
 
     Args:
         device: device of the tensors.
         store: the store of this communicator in all quorums.
-        identity: a number that differs for all processes and for all starts of a process. Torch
-            derives the handle of a member from it.
+        identity: a number that differs between processes, and between starts of a process. Torch
+            derives the handle of a member from this number.
     """
 
     def __init__(self, device: torch.device, store: Any, identity: int) -> None:
@@ -171,16 +173,16 @@ class Nccl:
         if self._group is None or self._is_connecting:
             self._group = self._new_group(timeout)
         group, self._is_connecting = self._group, True
-        set_device(self._device)  # of this thread
+        set_device(self._device)  # the current device of this thread
         store.set(f"handle/{rank}", group.get_reconfigure_handle())
         options = ReconfigureOptions()
         options.handles = [store.get(f"handle/{each}").decode() for each in range(size)]
-        # A uuid that is equal for all members and was not used by other quorums
+        # The uuid must be equal for all members and different from the uuids of other quorums.
         own = int.from_bytes(os.urandom(7), "little")
         options.uuid = int(store.compare_set("uuid", "", str(own)).decode())
         options.timeout = _NCCL_CONNECT
         if stop():
-            raise RuntimeError("a replica was lost")
+            raise RuntimeError("a replica failed")
         group.reconfigure(options).wait()
         return group
 
@@ -189,7 +191,7 @@ class Nccl:
 
         options: Any = dist.ProcessGroupNCCL.Options()
         options.enable_reconfigure, options._timeout = True, timeout
-        # A slow link needs few channels, and each takes memory.
+        # A slow link needs few channels, and each channel needs memory.
         options.config.max_ctas = _NCCL_CHANNELS
         self._made += 1
         number = self._identity * _MOST_MADE + self._made
@@ -211,13 +213,13 @@ class Nccl:
         return collective
 
     def abort(self) -> None:
-        # NCCL allows no other call at the same time; the training loop only polls.
+        # NCCL allows no other call during an abort. The training loop only polls.
         if self._connected is not None and self._connected is self._group:
             self._group.abort()
         self._connected = None
 
     def drain(self) -> None:
-        # The revocation has set a flag that ends the kernels.
+        # `abort` has set a flag that ends the kernels.
         while any(not each.is_done() for each in self._flying):
             time.sleep(_DRAIN_POLL_S)
         self._flying = []
@@ -237,14 +239,14 @@ BACKENDS: dict[str, Callable[[torch.device, Any, int], Communicator]] = {
 
 def connected_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a connected gloo group. Blocks until all ``size`` ranks call it."""
-    # A lazy group could never be freed after an abandoned collective: gloo waits until its sockets
-    # are empty, and no rank reads the data of that collective.
+    # A lazy group could not be freed after an abandoned collective: gloo waits until the sockets
+    # are empty, and no rank reads the data of this collective.
     return _gloo(store, rank, size, timeout, _device())
 
 
 def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo group inside a replica. Two ranks connect at their first message, which keeps
-    the number of descriptors low."""
+    """Return a gloo group inside a replica. Two ranks connect at their first message, so the group
+    needs few descriptors."""
     # Groups with the same lazy device cannot connect.
     device = ProcessGroupGloo.create_default_device(lazy_init=True)
     return _gloo(store, rank, size, timeout, device)
@@ -258,5 +260,6 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> 
 
 @functools.cache
 def _device() -> Any:
-    """Return the network device of all connected groups. Each has descriptors and a thread."""
+    """Return the network device that all connected groups share. Each network device has a thread
+    and descriptors."""
     return ProcessGroupGloo.create_default_device(lazy_init=False)

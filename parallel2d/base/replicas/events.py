@@ -18,14 +18,15 @@ Member = tuple[int, int]  # the number of a replica and its incarnation
 
 
 def post(store: Any, kind: str, subject: Any, begin: int = 0) -> None:
-    """Append an event. All ranks and launchers read the events in the same order, and a sender that
-    is killed leaves no gap.
+    """Append an event. All ranks and launchers read the events in the same order. A sender that is
+    killed leaves no gap.
 
     Args:
-        kind: ``dead`` or ``join`` for a `Member`; ``break`` for a quorum that has ended; ``stop``
-            to end the wait for more replicas after a quorum; ``restart`` of all ranks; ``end``.
-        subject: the member or the number of the quorum.
-        begin: number of the first event that may be free.
+        kind: ``dead``: a replica has failed. ``join``: a replica waits to join. ``break``: a quorum
+            has ended. ``stop``: the next quorum waits for no further replica. ``restart``: all
+            ranks restart. ``end``: the job has ended.
+        subject: the `Member`, or the number of the quorum that has ended.
+        begin: lower bound of the number of the next event.
     """
     text = json.dumps([kind, subject, os.urandom(4).hex()])
     while store.compare_set(_EVENT.format(begin), "", text).decode() != text:
@@ -33,14 +34,15 @@ def post(store: Any, kind: str, subject: Any, begin: int = 0) -> None:
 
 
 class Events:
-    """The events that were read so far.
+    """The events that this process has read.
 
     Attributes:
-        count: their number.
+        count: number of these events.
         dead: the failed replicas.
         joining: the replicas that have asked to join.
-        broken: the last quorum that has ended; -1 for none.
-        stopped: the last quorum that waits for no further replica; -1 for none.
+        broken: number of the last quorum that has ended; -1 for none.
+        stopped: number of the last quorum after which no survivor waits for further replicas; -1
+            for none.
         ended: True after the end of the job.
         restarts: True if all ranks restart.
     """

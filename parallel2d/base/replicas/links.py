@@ -1,4 +1,4 @@
-"""Collectives across replicas, which end once a replica is lost: `Links`, `Hierarchy`."""
+"""Collectives across replicas, which end when the quorum ends: `Links`, `Hierarchy`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.00005, 0.001
 
 @dataclass(eq=False)
 class Link:
-    """A communicator across replicas, which connects again in each quorum."""
+    """A communicator across replicas, which connects again for each quorum."""
 
-    key: str  # name in the store; equal on its ranks, different from other links
+    key: str  # prefix of the keys of this link in the store, equal on all ranks of the link
     communicator: Communicator
     timeout: timedelta  # time limit of a collective
 
@@ -41,14 +41,14 @@ class Links:
     def __init__(self, store: Any, events: Events) -> None:
         self._store, self._events = store, events
         self.epoch = -1  # number of the current quorum; -1 before the first
-        self.may_fail = False  # before, a lost rank is an error of all ranks
+        self.may_fail = False  # until it is True, a failed rank ends all ranks
         self._links: list[Link] = []
-        self._abandoned: list[Collective] = []  # they may still write to their tensors
+        self._abandoned: list[Collective] = []  # their tensors stay allocated: they may be written
         self._lost = threading.Event()
 
     @property
     def lost(self) -> bool:
-        """True once the current quorum has lost a replica."""
+        """True once the current quorum has ended."""
         return self._lost.is_set()
 
     def add(self, link: Link) -> None:
@@ -64,8 +64,8 @@ class Links:
         self._lost.clear()
 
     def is_over(self, epoch: int) -> bool:
-        """True if quorum ``epoch`` has lost a replica. A thread next to the training loop may ask
-        for an earlier quorum."""
+        """True if quorum ``epoch`` has ended. A background thread may pass the number of an earlier
+        quorum."""
         return self._lost.is_set() or self.epoch != epoch
 
     def fail(self, epoch: int) -> None:
@@ -77,7 +77,7 @@ class Links:
     # Collectives
 
     def begin(self, link: Link, epoch: int, name: str, *arguments: Any) -> Collective | None:
-        """Start the collective ``name`` of quorum ``epoch``; None if this has lost a replica."""
+        """Start the collective ``name`` of quorum ``epoch``. None if this quorum has ended."""
         if not self.may_fail:
             return link.communicator.start(name, *arguments)
         if not self.is_over(epoch):
@@ -88,7 +88,7 @@ class Links:
         return None
 
     def finish(self, collective: Collective | None, epoch: int) -> bool:
-        """Poll ``collective`` until it is done. False if quorum ``epoch`` loses a replica first."""
+        """Poll ``collective`` until it is done. False if quorum ``epoch`` ends first."""
         if collective is None:
             return False
         if not self.may_fail:
@@ -97,19 +97,19 @@ class Links:
         if not self._poll(collective.is_done, epoch):
             self._abandoned.append(collective)
             return False
-        # In this order: an aborted collective is done too.
+        # After `is_done`: an aborted collective is done, and `has_failed` shows that it failed.
         if collective.has_failed():
             self.fail(epoch)
             return False
         return True
 
     def _poll(self, is_done: Callable[[], bool], epoch: int) -> bool:
-        """Return True once ``is_done()``, and False if quorum ``epoch`` loses a replica first."""
+        """Return True once ``is_done()``, or False if quorum ``epoch`` ends first."""
         pause = _FIRST_POLL_S
         while not is_done():
             if self.is_over(epoch):
                 return is_done()
-            # Not `Event.wait`, which polls in longer intervals.
+            # `Event.wait` would poll in longer intervals.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
         return True
@@ -117,7 +117,7 @@ class Links:
     # Connections
 
     def abort(self) -> None:
-        """End all collectives in flight. Afterwards none of them accesses the memory of a peer."""
+        """End all collectives in flight. Afterwards no collective accesses the memory of a peer."""
         for link in self._links:
             link.communicator.abort()
         for link in self._links:
@@ -125,7 +125,7 @@ class Links:
         self._abandoned = [each for each in self._abandoned if not each.is_done()]
 
     def connect(self, connect_one: Callable[[Link], Any]) -> bool:
-        """Connect all links in the current quorum. False if it loses a replica first."""
+        """Connect all links in the current quorum. False if this quorum ends first."""
         connected = self.in_thread(lambda: list(map(connect_one, self._links)), self.epoch)
         if connected is None:
             return False
@@ -134,12 +134,12 @@ class Links:
         return True
 
     def in_thread(self, connect: Callable[[], Any], epoch: int) -> Any:
-        """Return the result of ``connect()``, which blocks until other replicas do the same. None
-        if quorum ``epoch`` loses a replica first, or after an exception."""
+        """Return the result of ``connect()``, which blocks until other replicas call it too. None
+        if quorum ``epoch`` ends first, or after an exception."""
         found: list[Any] = []
 
         def run() -> None:
-            with contextlib.suppress(Exception):  # None is the result then
+            with contextlib.suppress(Exception):  # `in_thread` returns None then
                 found.append(connect())
 
         thread = threading.Thread(target=run, name="replicas connect", daemon=True)
@@ -150,8 +150,8 @@ class Links:
     def pair(
         self, store: Any, rank: int, timeout: timedelta, epoch: int
     ) -> Callable[[Tensor], bool]:
-        """Connect two ranks, 0 and 1. Return a function that sends a tensor from rank 0 to rank 1
-        and returns False if quorum ``epoch`` loses a replica first."""
+        """Connect two ranks. Return a function that sends a tensor from ``rank`` 0 to ``rank`` 1,
+        and returns False if quorum ``epoch`` ends first."""
         gloo = Gloo()
         connect = functools.partial(connected_gloo, store, rank, 2, timeout)
         connected = self.in_thread(connect, epoch) if self.may_fail else connect()
@@ -169,12 +169,13 @@ class Links:
 
 @dataclass(eq=False)
 class Hierarchy:
-    """All-reduces over all live ranks: inside each replica, across the first ranks of the replicas,
-    and back to the other ranks. All ranks of a replica see the same outcome."""
+    """All-reduces over all live ranks in three parts: inside each replica, across the first ranks
+    of the replicas, and a broadcast inside each replica. All ranks of a replica return the same
+    value."""
 
     _links: Links
     _inside: Any  # group of the ranks of this replica
-    _across: Link | None  # of the first ranks of the replicas; None on all other ranks
+    _across: Link | None  # link of the first ranks of the replicas; None on all other ranks
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._inside.set_timeout(timeout)
@@ -182,7 +183,7 @@ class Hierarchy:
             self._across.set_timeout(timeout)
 
     def reduce(self, tensor: Tensor, operation: Any, epoch: int) -> bool:
-        """Reduce ``tensor`` in place. False, without a result, if a replica was lost."""
+        """Reduce ``tensor`` in place. False if quorum ``epoch`` ended before the result."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
         self._inside.allreduce([tensor], options).wait()

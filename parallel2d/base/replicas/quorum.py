@@ -1,4 +1,4 @@
-"""The live replicas of a job, and the agreements between them: `Quorum`."""
+"""The live replicas of a job, and the all-reduces between them: `Quorum`."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ class Quorum:
     Args:
         together: number of ranks that start together.
         timeout: time limit of a collective.
-        device, backend: of tensors that cross replicas; see `BACKENDS`.
+        device: device of the tensors that cross replicas.
+        backend: name of their backend in `BACKENDS`.
 
     Attributes:
         incarnation: restart count of this replica.
-        needs_all: True if no replica trains without the others.
+        needs_all: True if every replica needs all replicas to train.
         ranks: the ranks of each replica; a single replica until `divide`.
         replica: number of the replica of this rank.
         place: position of this rank in its replica.
-        members: the live replicas, from the longest to the shortest membership.
+        members: the live replicas, from the oldest to the newest member.
         joined: members of this quorum that have no state yet.
         donor: the replica that sends the state to the joined replicas.
-        synchronized: the quorum of the last collective of the default group.
-        committed_step: the last step that a custom loop has committed, for its errors.
-        begun: number of collectives across replicas since the start.
+        synchronized: number of the quorum of the last collective of the default group.
+        committed_step: the last step that a custom loop has committed, for error messages.
+        begun: number of collectives across replicas that this process has started.
     """
 
     def __init__(
@@ -76,18 +77,18 @@ class Quorum:
         self.synchronized = -1
         self.donor = self.begun = 0
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{incarnation}", store)
-        # Agreements since the start of the job: the number of started ones, the number of those
-        # with a result on this rank, and the last result. See `agree`.
+        # The number of all-reduces that `agree` has started since the start of the job, the number
+        # of the last one with a result on this rank, and this result
         self._started = self._agreed = 0
         self._result = torch.zeros(0, dtype=torch.uint8)
         self._has_committed = False
-        # Until `divide`: the group of the ranks that start together
+        # The group of the ranks that start together, used until `divide`
         self._starting: Any = lazy_gloo(
             PrefixStore("start", self.own_store), self.place, len(self.ranks[0]), timeout
         )
         self._hierarchy: Hierarchy | None = None
         self._keys = itertools.count()
-        self._lock = threading.Lock()  # of the current epoch and its loss
+        self._lock = threading.Lock()  # protects the current quorum and its end
         self._events = Events(store)
         self._records = Records(store, self._events)
         self.links = Links(store, self._events)
@@ -134,7 +135,7 @@ class Quorum:
 
     @property
     def lost(self) -> bool:
-        """True once a replica of this quorum is lost."""
+        """True once this quorum has ended."""
         return self.links.lost
 
     @property
@@ -149,11 +150,14 @@ class Quorum:
     # Groups
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
-        """Divide the ranks into replicas. A replica whose ranks have not started with this rank
-        counts as failed. Called once; later calls must give the same replicas. Collective."""
+        """Divide the ranks into replicas. A replica that did not start together with this rank
+        counts as failed. Later calls must pass the same replicas. Collective."""
         if self.is_divided:
             if self.ranks != ranks:
-                raise ConfigError("two meshes with different replicas; use equal sizes for both")
+                raise ConfigError(
+                    "this mesh divides the ranks into other replicas than the first mesh of this "
+                    "job; use equal mesh sizes"
+                )
             return
         found = []
         for each in ranks:
@@ -171,12 +175,12 @@ class Quorum:
                 live.append(number)
         self.members = [(number, self.incarnation) for number in live]
         self._hierarchy = self.new_hierarchy(self.new_key(), self.timeout)
-        # No rank destroys the group before all ranks have finished their collectives in it.
+        # All ranks have finished their collectives in this group before a rank destroys it.
         dist.barrier()
         self._starting = None
 
     def new_key(self) -> str:
-        """Return a name for the next group, equal on all ranks."""
+        """Return a new name for a group, equal on all ranks."""
         return f"group/{next(self._keys)}"
 
     def new_hierarchy(self, key: str, timeout: timedelta) -> Hierarchy:
@@ -187,8 +191,8 @@ class Quorum:
         return Hierarchy(self.links, inside, across)
 
     def new_link(self, key: str, timeout: timedelta, *, on_device: bool = False) -> Link:
-        """Connect the ranks in this position of each live replica, for tensors on CPU or, with
-        ``on_device``, on the device. Collective over them."""
+        """Connect the ranks at this position of each live replica. Collective over these ranks.
+        ``on_device``: True for tensors on the device, False for tensors on CPU."""
         make = BACKENDS[self._backend if on_device else "gloo"]
         identity = self.incarnation * len(self.ranks) + self.replica
         store = PrefixStore(f"replicas/communicator/{key}", self.store)
@@ -208,7 +212,7 @@ class Quorum:
         return link.communicator.connect(own, number, len(live), link.timeout, stop)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of collectives of the default group inside this replica."""
+        """Set the time limit of the collectives of the default group."""
         self.timeout = timeout
         if self._hierarchy is not None:
             self._hierarchy.set_timeout(timeout)
@@ -216,9 +220,9 @@ class Quorum:
     # Start, and the events in the store
 
     def start(self, stop_requested: Callable[[], bool] = lambda: False) -> None:
-        """Allow replicas to fail from now on. A rejoining replica becomes a member in its first
-        `regroup`. Collective over the ranks that start together. ``stop_requested``: True if this
-        rank was asked to save and stop."""
+        """Allow replicas to fail from now on. A restarted replica becomes a member in its first
+        `regroup`. Collective over the ranks that start together. ``stop_requested``: returns True
+        if this rank was asked to save and stop."""
         self._stop_requested = stop_requested
         if not self.incarnation:
             self._records.write_first(self.members)
@@ -241,7 +245,7 @@ class Quorum:
             while True:
                 if self._events.read(3600.0):
                     self._check_members()
-        except Exception:  # the store is lost, and without it no further quorum can form
+        except Exception:  # without the store no further quorum can form
             if self.phase is not Phase.ENDING:
                 self.give_up()
 
@@ -254,16 +258,16 @@ class Quorum:
 
     @property
     def _is_left_out(self) -> bool:
-        """True if the others continue without this replica, or if all ranks restart."""
+        """True if the other replicas continue without this replica, or if all ranks restart."""
         return self.own in self._events.dead or self._events.restarts
 
     def give_up(self) -> None:
-        """End all collectives of this quorum without a result."""
+        """End this quorum: its collectives end without a result."""
         self.links.give_up()
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Run a step without other replicas: nothing is sent to them or received from them."""
+        """Run a step without traffic to or from other replicas."""
         self.give_up()
         self.phase = Phase.IN_STEP
         try:
@@ -276,25 +280,26 @@ class Quorum:
     # Steps
 
     def start_step(self) -> None:
-        """Begin a step. Its collectives may have no result until `should_commit`."""
+        """Start a step. Until `should_commit`, collectives may have no result."""
         self.phase, self._has_committed = Phase.IN_STEP, False
 
     def is_complete(self, status: Tensor) -> bool:
-        """True if the last all-reduce of the step over all ranks has a result on all ranks of this
-        replica, and all ranks had a complete step before it. ``status``: its tensor, with the
-        number of ranks that had noticed a failure as the first value."""
+        """True if the last all-reduce of the step has a result on all ranks of this replica, and no
+        rank had noticed a failure before. ``status``: the result; its first value is the number of
+        ranks that had noticed a failure."""
         return self._has_committed and not status[0].item()
 
     def should_commit(self, status: Tensor) -> bool:
-        """End a step. False if all live replicas must repeat it, in the quorum that this call has
-        formed: either all commit the step or none does. If only other replicas have the result,
-        this call copies it to ``status``; see `is_complete`. Collective over this replica."""
+        """True if the step is committed, on all live replicas. Otherwise all of them must repeat
+        the step, in the quorum that this call has formed. If only other replicas have the result,
+        this call copies the result to ``status``; see `is_complete`. Collective over this
+        replica."""
         if not self.is_complete(status):
             result = self.regroup(admit=False)
             if result is None:
                 return False
             status.copy_(result.view(status.dtype))
-            if status[0].item():  # others have received that the step is not complete
+            if status[0].item():  # a rank had noticed a failure before the all-reduce
                 return False
         self.phase = Phase.BETWEEN_STEPS
         return True
@@ -305,7 +310,7 @@ class Quorum:
         self.phase, self.state = Phase.BETWEEN_STEPS, ReplicaState.MISSING
 
     def complete_join(self) -> None:
-        """The replicas that have joined, possibly this one, have the state now."""
+        """Record that all members have the state, possibly including this replica."""
         self.joined, self.state = [], ReplicaState.COMPLETE
 
     # Agreements
@@ -314,9 +319,9 @@ class Quorum:
         """All-reduce ``tensor`` over all live ranks, in place. True if all ranks of this replica
         have the result.
 
-        Agreements are numbered. If only some replicas have the result of the last agreement, the
-        record of the next quorum has it, and `regroup` returns it on the others. Therefore either
-        all live replicas have the result in the end, or none has it.
+        These all-reduces are numbered. If only some replicas have the last result, the record of
+        the next quorum contains this result, and `regroup` returns it on the other replicas.
+        Therefore, after `regroup`, either all live replicas have the result or none has it.
         """
         if self._hierarchy is None:
             options: Any = dist.AllreduceOptions()
@@ -332,8 +337,8 @@ class Quorum:
         return has_result
 
     def agree_until_done(self, contribution: Callable[[], Tensor], operation: Any) -> Tensor:
-        """Return the reduced ``contribution()`` of all live ranks. The survivors repeat the
-        all-reduce after a failure. Outside of steps."""
+        """Return the reduced ``contribution()`` of all live ranks. After a failure the survivors
+        repeat the all-reduce. Called outside of steps."""
         while True:
             tensor = contribution()
             if self.agree(tensor, operation):
@@ -345,18 +350,18 @@ class Quorum:
                 return result
 
     def vote(self, is_well: bool) -> bool:
-        """True if ``is_well`` on all ranks of this replica. Collective over them."""
+        """True if ``is_well`` is True on all ranks of this replica. Collective over these ranks."""
         assert self._hierarchy is not None, "after divide"
         return self._hierarchy.vote(is_well)
 
     # The next quorum
 
     def regroup(self, *, admit: bool, least: int = 1) -> Tensor | None:
-        """Form the next quorum. Return the result of the last agreement, as bytes, if only other
-        replicas have it. Collective over the ranks of this replica.
+        """Form the next quorum. If only other replicas have the last result of `agree`, return this
+        result as bytes, otherwise None. Collective over the ranks of this replica.
 
         Args:
-            admit: True to accept the waiting replicas too, if all survivors do so.
+            admit: True to accept waiting replicas. They join if all survivors pass True.
             least: number of replicas to wait for, unless a rank is asked to stop.
         """
         started, agreed, had_state = self._started, self._agreed, self.has_state
@@ -380,15 +385,16 @@ class Quorum:
         return self._result.clone() if has_missed_result else None
 
     def regroup_all(self, least: int) -> None:
-        """Form a quorum of at least ``least`` replicas, which all need a state afterwards."""
+        """Form a quorum of at least ``least`` replicas, which all load a checkpoint afterwards."""
         self.regroup(admit=True, least=least)
         self.synchronized = self.epoch
 
     def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
-        """Wait for the record of the next quorum with this replica."""
+        """Wait for the record of the next quorum that contains this replica. Return the record."""
         self.links.abort()
-        # Other replicas may still read memory that a reconfiguration of a peer frees. Therefore all
-        # ranks of this replica have aborted before it reports that it is ready.
+        # A reconfiguration frees memory of a rank that peers in other replicas may still read.
+        # Therefore all ranks of this replica abort their collectives before the replica publishes
+        # its status, and no replica reconfigures before all survivors have published theirs.
         if self.epoch >= 0:
             self.vote(True)
         records, number = self._records, old + 1
@@ -414,44 +420,44 @@ class Quorum:
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
             if self.has_state:
-                self._end_rank(LEFT_OUT)  # the others continue without this replica
+                self._end_rank(LEFT_OUT)  # the other replicas continue without this replica
             number += 1
 
     # Messages between two ranks
 
     def link(self, joiner: Member) -> Callable[[Tensor], bool]:
-        """Return a function that sends a tensor from the donor's rank in this position to the
-        joiner's. It returns False if one of them fails first."""
+        """Return a function that sends a tensor from the donor to ``joiner``, between their ranks
+        at this position. The function returns False if this quorum ends first."""
         source, target = self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]
         return self.pair(f"state/{joiner[0]}/{self.place}", source, target, self.epoch)
 
     def pair(self, key: str, source: int, target: int, epoch: int) -> Callable[[Tensor], bool]:
-        """Connect rank ``source`` and rank ``target``; see `Links.pair`. Both call it."""
+        """Connect rank ``source`` and rank ``target``, which both call this; see `Links.pair`."""
         store = PrefixStore(f"replicas/quorum/{epoch}/{key}", self.store)
         return self.links.pair(store, int(self.rank == target), self.timeout, epoch)
 
     # The end
 
     def leave(self, exit_code: int = LEFT_OUT) -> NoReturn:
-        """End this rank with ``exit_code``. The others continue without its replica. Collective
-        over the ranks of this replica."""
-        self.vote(True)  # after it, no rank waits for another rank of this replica
+        """End this rank with ``exit_code``. The other replicas continue without this replica.
+        Collective over the ranks of this replica."""
+        self.vote(True)  # afterwards no rank waits for another rank of this replica
         if self.place == 0 and self.own not in self._events.dead:
             post(self.store, "dead", self.own, self._events.count)
         self._end_rank(exit_code)
 
     def _end_rank(self, exit_code: int) -> NoReturn:
-        """End this rank as any Python process ends. All collectives across replicas end before, so
-        no thread waits for another replica. The launcher kills a rank that does not end, for
-        example because a peer in its replica hangs."""
+        """End this rank by `SystemExit`, after the end of all collectives across replicas. The
+        launcher kills a rank that still does not end, for example because a peer in its replica
+        hangs."""
         self.phase = Phase.ENDING
         self.give_up()
         self.links.abort()
         raise SystemExit(exit_code)
 
     def end(self) -> None:
-        """End the job: replicas that wait to join end too. Collective."""
-        self.phase = Phase.ENDING  # from now on the store may end, with a node that is done before
+        """End the job. Replicas that wait to join end too. Collective."""
+        self.phase = Phase.ENDING  # the node of the store may end first; a lost store is no error
         dist.barrier()
         self.links.may_fail = False
         if self.rank == self.first_rank:

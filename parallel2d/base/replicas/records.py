@@ -1,4 +1,4 @@
-"""The records of quorums in the store: `Records`."""
+"""Writes the record of each quorum to the store: `Records`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from parallel2d.base.replicas.events import LATEST, RECORD, Events, Member, post
 
-_STATUS = "replicas/at/{}/{}.{}"  # key in the store: the status of a member at the end of a quorum
+_STATUS = "replicas/at/{}/{}.{}"  # key of the status of a member at the end of a quorum
 
 
 @dataclass
 class Records:
-    """Writes the records of quorums. The survivors of a quorum publish their status. The survivor
-    with the state and the longest membership writes the next record."""
+    """Writes the records of quorums. A record lists the members of a quorum. When a quorum ends,
+    its survivors publish their status. Of the survivors that have the state, the oldest member
+    writes the next record."""
 
     _store: Any
     _events: Events
@@ -29,7 +30,7 @@ class Records:
         self._store.compare_set(RECORD.format(0), "", json.dumps(record))
 
     def publish_status(self, epoch: int, own: Member, status: Mapping[str, Any]) -> None:
-        """Publish the status of replica ``own`` at the end of quorum ``epoch``."""
+        """Publish the status of this replica, ``own``, at the end of quorum ``epoch``."""
         if self._events.broken < epoch:
             post(self._store, "break", epoch, self._events.count)
         self._store.set(_STATUS.format(epoch, *own), json.dumps(status))
@@ -37,9 +38,17 @@ class Records:
     def write(
         self, epoch: int, own: Member, members: Sequence[Member], least: int, needs_all: bool
     ) -> bool:
-        """Write the next record with at least ``least`` replicas, if all survivors of the
-        ``members`` of quorum ``epoch`` have published their status, and it is the task of replica
-        ``own``. False if no survivor has the state. ``needs_all``: see `next_record`."""
+        """Write the record of the next quorum, if it is complete and this replica is its writer.
+        The record is complete if all survivors have published their status, and it has at least
+        ``least`` replicas. False if no survivor has the state.
+
+        Args:
+            epoch: number of the quorum that has ended.
+            own: this replica.
+            members: the members of this quorum.
+            least: required number of replicas.
+            needs_all: see `next_record`.
+        """
         left = []
         for each in members:
             if each not in self._events.dead:
@@ -67,9 +76,9 @@ def next_record(
     """Return the record of the next quorum, or None if no survivor has the state.
 
     Args:
-        survivors: the status of each survivor, from the longest to the shortest membership.
+        survivors: the status of each survivor, from the oldest to the newest member.
         joining: the replicas that wait to join.
-        needs_all: True if members need no state, because all of them load a checkpoint.
+        needs_all: True if survivors without the state stay, because all load a checkpoint.
     """
     members = []
     for each in survivors:
@@ -96,5 +105,5 @@ def as_text(values: Tensor) -> str:
 
 
 def from_text(text: str) -> Tensor:
-    """Return the bytes of the tensor that `as_text` has received."""
+    """Return the bytes of a tensor from the text of `as_text`."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

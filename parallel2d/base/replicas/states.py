@@ -1,4 +1,5 @@
-"""The states of a rank whose replica may fail: `Phase`, `ReplicaState`; the error `ReplicaLost`."""
+"""The states of a rank whose replica may fail (`Phase`, `ReplicaState`), and the error
+`ReplicaLost`."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
 class Phase(enum.Enum):
     """The phases of a rank of a job whose replicas may fail."""
 
-    STARTING = enum.auto()  # until the replicas are known
-    BUILDING = enum.auto()  # a lost rank is still an error of all ranks
+    STARTING = enum.auto()  # the replicas are not known yet
+    BUILDING = enum.auto()  # a failed rank still ends all ranks
     BETWEEN_STEPS = enum.auto()  # collectives are repeated until all live ranks have the result
     IN_STEP = enum.auto()  # collectives may have no result; then the step is repeated
-    ENDING = enum.auto()  # the job is done, or the others continue without this rank
+    ENDING = enum.auto()  # the job is done, or the other replicas continue without this replica
 
 
 class ReplicaState(enum.Enum):

@@ -26,8 +26,8 @@ NAME = "replicas"  # name of the backend; torch registers it in upper case too
 
 
 class AxisOptions(Backend.Options):
-    """``pg_options`` of a group over the replicate axis. If each replica has a single rank, the
-    ranks of the axis are all ranks, and only these options distinguish it from the world."""
+    """``pg_options`` of a group over the replicate axis. If each replica has a single rank, this
+    group contains all ranks, and only these options distinguish it from `World`."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
@@ -46,10 +46,10 @@ class _PolledWork(dist.Work):
     """A collective across replicas.
 
     Args:
-        collective: the collective in flight; None if a replica was lost before its start.
-        epoch: the quorum of the collective.
-        required: the name of the collective if `wait` raises `ReplicaLost` after a loss. Empty if
-            `wait` returns False then, with undefined tensors.
+        collective: the collective in flight; None if the quorum ended before its start.
+        epoch: number of the quorum of the collective.
+        required: the name of the collective if `wait` must raise `ReplicaLost` after a failure.
+            Empty if `wait` must return False then, with undefined tensors.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class _PolledWork(dist.Work):
         has_result = self._quorum.links.finish(self._collective, self._epoch)
         if self._required and not has_result:
             name = self._required
-            raise ReplicaLost(f"a replica was lost during {name} over the replicate axis")
+            raise ReplicaLost(f"a replica failed during {name} over the replicate axis")
         return has_result
 
     def is_completed(self) -> bool:
@@ -71,8 +71,8 @@ class _PolledWork(dist.Work):
 
 
 class _LastingBackend(Backend):
-    """A backend with changing members. ``rank`` and ``size`` include lost replicas. ``groups``: the
-    object that communicates."""
+    """A backend with changing members. ``rank`` and ``size`` count failed replicas too.
+    ``groups``: the object that communicates."""
 
     def __init__(
         self, quorum: Quorum, groups: Any, rank: int, size: int, timeout: timedelta
@@ -108,7 +108,7 @@ class Across(_LastingBackend):
         return self._start("allreduce", tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """All-gather of the live replicas. The rows of lost replicas keep their values."""
+        """All-gather of the live replicas. The rows of failed replicas keep their values."""
         live = [outputs[0][number] for number in self.quorum.live_replicas]
         return self._start("allgather", [live], inputs, opts)
 
@@ -124,9 +124,12 @@ class Across(_LastingBackend):
         return self._start("barrier", opts)
 
     def _start(self, name: str, *arguments: Any) -> Any:
-        """Start a collective. Inside a step, a missing result fails the step. Outside of steps,
-        ``wait`` raises `ReplicaLost`, because the caller would not notice a missing result. With
-        `Quorum.needs_all` it returns False, because the replicas roll back anyway."""
+        """Start a collective. A failure has three effects:
+
+        * Inside a step, ``wait`` returns False, and the step is repeated.
+        * Outside of steps, ``wait`` raises `ReplicaLost`, because callers ignore its result.
+        * With `Quorum.needs_all`, ``wait`` returns False, because all replicas roll back.
+        """
         quorum = self.quorum
         if quorum.on:
             quorum.begun += 1
@@ -136,11 +139,12 @@ class Across(_LastingBackend):
 
 
 class World(_LastingBackend):
-    """The default group: collectives of the live ranks. In a gather, the rows of lost ranks keep
+    """The default group: collectives of the live ranks. In a gather, the rows of failed ranks keep
     their values.
 
-    Each collective is one all-reduce on CPU; a gather adds rows that are zero on all ranks except
-    one. Therefore a lost replica has the same effect on every collective; see `Quorum.agree`.
+    Each collective is one all-reduce on CPU. A gather is a sum in which each row is zero on all
+    ranks except one. Therefore a failure has the same effect on every collective; see
+    `Quorum.agree`.
     """
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:
@@ -173,7 +177,7 @@ class World(_LastingBackend):
         return _Ended()
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        # All ranks get the rows, so that any survivor of a loss can send them to the others.
+        # All ranks receive all rows: after a failure `Quorum.regroup` copies them to each survivor.
         (own,) = inputs
         rows = outputs[0] if outputs else [torch.empty_like(own) for _ in range(self.size())]
         return self.allgather([rows], [own], opts)
@@ -198,12 +202,12 @@ class World(_LastingBackend):
 
     def _check_root(self, root: int) -> None:
         if root not in self.quorum.live_ranks:
-            raise ReplicaLost(f"broadcast from rank {root}: its replica is lost")
+            raise ReplicaLost(f"broadcast from rank {root}: its replica has failed")
 
     def _reduce(
         self, contribution: Callable[[], Tensor], operation: Any = dist.ReduceOp.SUM
     ) -> Tensor | None:
-        """Return the reduced contributions; None in a step that has lost a replica."""
+        """Return the reduced contributions. None if a replica has failed in this step."""
         if self.quorum.phase is Phase.IN_STEP:
             reduced = contribution()
             return reduced if self.quorum.agree(reduced, operation) else None
@@ -211,11 +215,11 @@ class World(_LastingBackend):
 
 
 class Everyone(World):
-    """All ranks, for a thread next to the training loop. After the loss of a replica, each
-    collective raises `ReplicaLost` on all ranks of a replica.
+    """A group of all ranks for a background thread. After a failure, each collective raises
+    `ReplicaLost` on all ranks of a replica.
 
     Attributes:
-        epoch: the quorum of the collectives; None: the current one.
+        epoch: number of the quorum of the collectives; None for the current quorum.
     """
 
     def __init__(self, quorum: Quorum, rank: int, size: int, timeout: timedelta) -> None:
@@ -224,13 +228,14 @@ class Everyone(World):
         super().__init__(quorum, hierarchy, rank, size, timeout)
         self._key, self._hierarchy = key, hierarchy
         self.epoch: int | None = None
-        # The quorum of the last all-to-all, and its number in this quorum, for keys in the store
+        # For keys in the store: the quorum number of the last all-to-all, and the number of
+        # all-to-alls in this quorum
         self._exchanges = (-1, 0)
 
     def all_to_all_single(
         self, received: Any, sent: Any, incoming: Any, outgoing: Any, opts: Any
     ) -> Any:
-        """All-to-all as messages between two ranks, because most ranks have nothing to send."""
+        """All-to-all as messages between pairs of ranks, because most pairs have no data."""
         quorum, epoch = self.quorum, self._own_epoch()
         counted, number = self._exchanges
         number = number + 1 if counted == epoch else 1
@@ -241,19 +246,19 @@ class Everyone(World):
         messages: dict[tuple[int, int], Tensor] = {}
         if not has_failed:
             messages = _messages(quorum.rank, live, received.split(incoming), sent.split(outgoing))
-        # In the same order on all ranks, so that no cycle of ranks waits for each other
+        # The order is the same on all ranks, which excludes a deadlock.
         for source, target in sorted(messages):
             if not has_failed:
                 send = quorum.pair(f"{key}/{source}-{target}", source, target, epoch)
                 has_failed = not send(messages[source, target])
         # All ranks of a replica must fail together.
         if self._reduce(lambda: torch.tensor([float(has_failed)])).item():
-            raise ReplicaLost("a replica was lost")
+            raise ReplicaLost("a replica failed")
         return _Ended()
 
     def _check_root(self, root: int) -> None:
-        # The training loop may form the next quorum at the same time. Then the collective fails on
-        # all ranks of the replica.
+        # No check, because the training loop may form the next quorum at the same time. Without its
+        # root, the collective fails on all ranks of the replica.
         pass
 
     def _own_epoch(self) -> int:
@@ -264,7 +269,7 @@ class Everyone(World):
     ) -> Tensor:
         reduced = contribution()
         if not self._hierarchy.reduce(reduced, operation, self._own_epoch()):
-            raise ReplicaLost("a replica was lost")
+            raise ReplicaLost("a replica failed")
         return reduced
 
 
@@ -286,15 +291,15 @@ def create(quorum: Quorum, given: Any, options: Any) -> Any:
     if is_of_all:
         return Everyone(quorum, rank, len(ranks), given.timeout)
     raise RuntimeError(
-        f"new_group({ranks}): with replicas that may fail, a group has ranks of one replica, the "
-        "ranks with the same position in each replica, or all ranks"
+        f"new_group({ranks}): if replicas may fail, a group must contain ranks of one replica, the "
+        "ranks at the same position of each replica, or all ranks"
     )
 
 
 def _messages(
     own: int, live: Sequence[int], received: Sequence[Tensor], sent: Sequence[Tensor]
 ) -> dict[tuple[int, int], Tensor]:
-    """Return the data that rank ``own`` sends and receives, by source and target."""
+    """Return the data that this rank, ``own``, sends and receives, by source and target."""
     found: dict[tuple[int, int], Tensor] = {}
     for rank, incoming, outgoing in zip(live, received, sent, strict=True):
         if rank == own:
@@ -308,7 +313,7 @@ def _messages(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy on CPU, which an abandoned collective may write to."""
+    """Return a copy on CPU, because an abandoned collective may still write to its tensor."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -1,6 +1,6 @@
-"""Unsharded parameters that alias the sharded parameters, for a shard axis of one rank.
+"""Aliases of the sharded parameters as unsharded parameters, for a shard axis of one rank.
 
-FSDP would copy the parameters and keep both copies.
+FSDP would keep a second copy of the parameters.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from parallel2d.parallel.fsdp_internals.tensors import part_of
 def share_memory(
     group: FSDPParamGroup, computes_in: torch.dtype, moved: Callable[[], None]
 ) -> None:
-    """Make the unsharded parameters of ``group`` aliases of the sharded ones.
+    """Make the unsharded parameters of ``group`` aliases of the sharded parameters.
 
-    Parameters that must be cast to ``computes_in`` are copied as before. ``moved`` is called when
-    an unsharded parameter gets other memory.
+    Args:
+        group: an FSDP group on a shard axis of one rank.
+        computes_in: dtype of the forward pass. FSDP still copies parameters with another dtype.
+        moved: called after an unsharded parameter was given other memory.
     """
     copy = group.wait_for_unshard
 
-    # Replaces `wait_for_unshard`, not `unshard`: FSDP calls `wait_for_unshard` at the point where
-    # the parameters are needed. It calls `unshard`, which all-gathers nothing for one rank, earlier
-    # as a prefetch, and sometimes without any use.
+    # `wait_for_unshard` is replaced because FSDP calls it directly before it uses the parameters.
+    # `unshard` is called earlier as a prefetch, sometimes without a use of the parameters.
     def wait_for_unshard() -> None:
         hidden = []
         for parameter in group.fsdp_params:
@@ -55,7 +56,7 @@ def _is_stored_in(sharded: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 def _is_shown(parameter: FSDPParam) -> bool:
-    """Return True if the unsharded parameter aliases the sharded one."""
+    """True if the unsharded parameter is an alias of the sharded parameter."""
     whole = getattr(parameter, "_unsharded_param", None)
     if whole is None:
         return False
@@ -63,11 +64,11 @@ def _is_shown(parameter: FSDPParam) -> bool:
 
 
 def _show(parameter: FSDPParam) -> None:
-    """Make the unsharded parameter an alias of the sharded one."""
+    """Make the unsharded parameter an alias of the sharded parameter."""
     stored = part_of(parameter.sharded_param)
     whole = getattr(parameter, "_unsharded_param", None)
-    # The alias has a separate storage object and version counter, so autograd and the checks of
-    # writes distinguish the alias from the sharded parameter. Fake tensors have no memory to alias.
+    # The alias has its own storage object and version counter. With them, autograd and the checks
+    # of writes distinguish it from the sharded parameter. Fake tensors have no memory to alias.
     alias = stored.data if isinstance(stored, FakeTensor) else torch.from_dlpack(stored.detach())
     if whole is not None:
         part_of(whole).data = alias

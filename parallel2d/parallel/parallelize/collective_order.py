@@ -57,7 +57,7 @@ _POINTS_OF_MODELS = (
     "ends its backward pass",
     "gathers a state",
     "loads a state",
-    "gathers whole parameters for a moment",
+    "temporarily gathers full parameters",
     "averages buffers",
     "saves or restores a checkpoint",
 )
@@ -65,20 +65,25 @@ _LEAVES = "leaves the process group"
 _POINTS = (*_POINTS_OF_MODELS, "calls parallel2d.reduce", "calls parallel2d.barrier", _LEAVES)
 _POLL_S = 0.0005
 
-RING = 4096  # entries kept per rank; no rank is this many collectives ahead of another rank
-PATIENCE_S = 5.0  # wait for a rank that was killed or suspended before its entry counts as issued
+RING = 4096  # entries per rank; no rank is ahead of another rank by this many collectives
+# How long a rank waits for a rank that was killed or suspended while it wrote an entry
+PATIENCE_S = 5.0
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
-# Rows of the shared memory, with one cell per rank: the number of issued collectives; the
-# difference that the rank found (its code, the other rank, the code of the other rank); its mark,
-# which is the number of the error; RING rows of entries; RING rows of their sizes.
+# Rows of the shared memory. Each row has one cell per rank:
+# * the number of issued collectives;
+# * three rows for the difference that the rank has found: its own code, the other rank, the code of
+#   the other rank;
+# * the number of this error;
+# * RING rows of entries, and RING rows of their sizes.
 _ISSUED, _CODE, _OTHER, _OTHER_CODE, _MARK, _ENTRIES = range(6)
 _SIZES = _ENTRIES + RING
-_TAG, _CODES = 36, (1 << 36) - 1  # lowest bit of an entry's tag; the bits of the code
+_TAG, _CODES = 36, (1 << 36) - 1  # position of the tag in an entry; mask of the code below it
 
 
 class CollectiveOrder:
-    """Order of the collectives of one shard group, shared by all its models. Built by `of`."""
+    """Checks the order of the collectives of one shard group, for all models on this group. `of`
+    builds it."""
 
     def __init__(self, group: dist.ProcessGroup, one_host: bool, device_type: str) -> None:
         self._group = weakref.ref(group)  # weak: the group is the key under which `of` keeps this
@@ -93,7 +98,7 @@ class CollectiveOrder:
         self._barrier = threading.Lock()
         self._issued = 0  # collectives of this rank
         self._error = 1  # number of the next error
-        # Points of the script that the last difference involves
+        # The points of the script in the last difference
         self._points: set[str] = set()
         # Without shared memory: hash of the collectives since the last digest, and the last codes
         self._hash = 0
@@ -102,7 +107,7 @@ class CollectiveOrder:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:
-        """Return the order of ``group``, built at the first call. Collective over the group.
+        """Return the object of ``group``, and build it in the first call. Collective over the group.
 
         Args:
             group: the process group of the shard axis.

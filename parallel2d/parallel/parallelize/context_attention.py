@@ -119,32 +119,30 @@ def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tens
 
 
 def _gather_is_cheaper(heads: tuple[int, int], ranks: int) -> bool:
-    """Return True if gathering keys and values, again in backward, sends fewer bytes than heads.
-
-    Not used for causal attention: its last rank would compute most.
-    """
+    """True if an all-gather of keys and values, repeated in backward, sends fewer bytes than the
+    exchange of heads. Not used for causal attention, in which the last rank would compute most."""
     served = heads[0] / heads[1]
     return 6 / served < 4 / ranks * (1 + 1 / served)
 
 
 def _all_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int) -> Tensor:
-    """Return ``mask`` with a column for each position of the whole sequence."""
+    """Return ``mask`` with a column for each position of the full sequence."""
     if mask.shape[-1] in (1, keys * axis.size):
         return mask
     if mask.shape[-1] == keys and mask.shape[-2] == 1:
         return axis.join_mask(mask, -1)
     raise ConfigError(
-        f"mesh.context={axis.size}: {name} makes a mask of shape {tuple(mask.shape)} from "
-        f"its slice of {own} positions; make it before the blocks, from the whole sequence"
+        f"mesh.context={axis.size}: {name} computes a mask of shape {tuple(mask.shape)} from "
+        f"its slice of {own} positions; compute it before the blocks, from the full sequence"
     )
 
 
 @contextmanager
 def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iterator[list[Tensor]]:
-    """Yield ``gather(slice)`` of each slice, and gather again in backward.
+    """Yield ``gather(slice)`` for each slice, and repeat this gather in backward.
 
-    Backward recomputes the saved gathered tensors from the slices, so that no layer keeps them.
-    Under activation checkpointing the recomputation already repeats the gather.
+    Autograd saves the slices, so no layer keeps gathered tensors. Under activation checkpointing
+    the recomputation of the layer repeats the gather.
     """
     gathered = list(map(gather, slices))
     if saving_hooks() is not None:
@@ -163,7 +161,7 @@ def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iter
         if isinstance(saved, Tensor):
             return saved
         own, *geometry = saved
-        # Strides refer to the storage of the joined parts, which `gather` may have copied.
+        # The saved strides refer to the storage of the gathered tensor.
         return gather(own).as_strided(*geometry)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

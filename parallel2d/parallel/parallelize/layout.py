@@ -285,15 +285,24 @@ def resolve(
 
 @dataclass
 class _Collector:
-    """Collector of parameters, from the innermost group to the root.
+    """Assigns each parameter to its FSDP group: the innermost group that contains the parameter.
 
-    Each parameter belongs to the first group that contains it.
+    Attributes:
+        stored: storage dtypes of the parameters.
+        names: FQNs of the parameters.
+        ignored: FQNs of the parameters that FSDP ignores.
+        muon: FQNs of the parameters that Muon updates.
+        hidden: FQNs of the hidden matrices.
+        tensor: size of the tensor axis.
+        tensor_dims: the dim that the tensor axis splits.
+        whole: the parameters that stay replicated.
+        taken: the assigned parameters.
     """
 
     precision: Precision
     stored: Mapping[nn.Parameter, torch.dtype]
-    names: Mapping[nn.Parameter, str]  # FQNs
-    ignored: Collection[str]  # FQNs, like the next two fields
+    names: Mapping[nn.Parameter, str]
+    ignored: Collection[str]
     muon: frozenset[str]
     hidden: frozenset[str]
     tensor: int
@@ -325,7 +334,7 @@ class _Collector:
     def _take(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> tuple[ParameterShape, ...]:
-        """Return the parameters of ``modules`` that axes split; the others go to `whole`."""
+        """Return the sharded parameters of ``modules``, and add the replicated ones to `whole`."""
         found: list[ParameterShape] = []
         for module in modules:
             for parameter in module.parameters():

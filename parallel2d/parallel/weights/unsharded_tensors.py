@@ -148,7 +148,7 @@ def summon_full_params(
             "summon_full_params(rank0_only=True) would overwrite the parameters of other "
             "replicas, which differ with sync=diloco: use writeback=False to read them"
         )
-    meet(model, "gathers whole parameters for a moment")
+    meet(model, "temporarily gathers full parameters")
     # After a forward without backward, some parameters may be unsharded by FSDP.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])

@@ -1,22 +1,21 @@
 """Checkpoints in memory: `in_memory_checkpoints` keeps the state of a run in shared memory, so that
-ranks that lost the state recover without a checkpoint on disk.
+restarted ranks recover without a checkpoint on disk.
 
-[Note: in-memory checkpoints] The shared memory of a node outlives its workers. Every few steps each
-rank stages its part of the state, and a thread writes this part to shared memory as a checkpoint of
-one rank; see [Note: atomic publication]. The previous copy stays until the new one is complete on
-all ranks. If a node fails, the ranks at the same position of the other replicas hold the same
-state. With ``strategy=hybrid_full``, where replicas split the state, a rank of another replica
-keeps a second copy.
+[Note: in-memory checkpoints] The shared memory of a node outlives the worker processes. Every few
+steps each rank stages its part of the state, and a thread writes this part to shared memory as a
+checkpoint of one rank, here called a copy; see [Note: atomic publication]. The previous copy stays
+until the new copy is complete on all ranks. If a node fails, the ranks at the same position of
+other replicas hold the same state. With ``strategy=hybrid_full``, where replicas split the state, a
+rank of another replica keeps a second copy.
 
-All ranks load the newest step with a copy for every rank, provided that the mesh is the same. Nodes
-without a copy receive their parts from the others. If a part is missing everywhere, the run falls
-back to the checkpoints on disk.
+On the same mesh, all ranks load the newest step with a copy for every rank. Nodes without a copy
+receive their parts from other nodes. If a part is missing on all nodes, the run loads the newest
+checkpoint on disk.
 
-[Note: lineage] Every start and every return to an older step gives the run a new random name, and
-its copies are stored under this name. ``memory.json`` in the run directory records the last name,
-and the copy that the run then continued from; no other copies count. Therefore no rank ever loads a
-copy of another run, or of steps that the run abandoned for an older checkpoint, whichever node
-holds that copy.
+[Note: lineage] At each start and each rollback the run gets a new random name, and its copies are
+stored under this name. ``memory.json`` in the run directory records the last name, and the copy
+that was loaded under it. All other copies are ignored. Therefore no rank loads a copy of another
+run, or of steps that the run has rolled back, on whichever node the copy is.
 """
 
 from __future__ import annotations
@@ -88,28 +87,28 @@ def in_memory_checkpoints(
 ) -> InMemoryCheckpoints | None:
     """Return the in-memory checkpoints that ``config.memory_every`` requests, or None.
 
-    The result is for a `Checkpointer` with the same arguments. Rank 0 decides, because environment
-    variables may differ between ranks. Collective.
+    Pass the result to a `Checkpointer` with the same arguments. Rank 0 decides for all ranks,
+    because environment variables may differ. Collective.
     """
     group = Group.new(mesh)
     every = config.memory_every if config.enabled else 0
     if every == "auto":
         starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        # Otherwise the surviving replicas hold the state.
+        # If replicas may fail and do not split the state, the surviving replicas hold it.
         is_needed = (replicas := current()) is None or replicas.needs_all
         every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
     if every and mesh is not None and part_group(mesh) is not None:
         raise ConfigError(
-            f"checkpoint.memory_every={every} needs a mesh of all ranks: use "
+            f"checkpoint.memory_every={every} needs a mesh of all ranks; use "
             "checkpoint.memory_every=0"
         )
     return InMemoryCheckpoints(every, os.fspath(run_dir), mesh, group) if every else None
 
 
 def forget_in_memory_checkpoints(run_dir: str | os.PathLike[str]) -> None:
-    """Delete the record of in-memory checkpoints: the run continues without them, and any copies
-    that still exist no longer count."""
+    """Delete the record of in-memory checkpoints. The run continues without in-memory checkpoints,
+    and ignores the copies that still exist."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(run_dir, RECORD))
 
@@ -117,10 +116,10 @@ def forget_in_memory_checkpoints(run_dir: str | os.PathLike[str]) -> None:
 class InMemoryCheckpoints:
     """The in-memory checkpoints of one run.
 
-    Every rank constructs one and calls its methods at the same points. ``group`` must not be used
-    elsewhere, because the thread that completes a copy communicates while the loop runs. A fault
-    that is reported to all ranks turns the copies off (``on``) with one warning. If a rank no
-    longer answers, all copies stay: they exist for this case.
+    Every rank constructs this object and calls its methods at the same points. ``group`` must not
+    be used elsewhere, because a background thread uses it during the training loop. An error on any
+    rank sets ``on`` to False on all ranks and logs one warning. If a rank has failed, all copies
+    stay, because they exist for this case.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
@@ -137,7 +136,7 @@ class InMemoryCheckpoints:
         self._opened: tuple[Any, ...] = ()  # start and step of the loaded copy
         self._start = ""  # the name of this start, set by `begin`
         self._staging, self._staged = Staging(), _NOTHING
-        self._whole = 0  # the newest step of this start with a copy on every rank
+        self._whole = 0  # the newest complete step of this start: it has a copy on every rank
         self._due_now = False
         self._copying: Future[None] | None = None
         self._root = self._folder = ""
@@ -149,7 +148,7 @@ class InMemoryCheckpoints:
 
         self._try(find_folder)
 
-    # At the start of the run and at a return to an older step
+    # At the start of the run and at a rollback
 
     def steps(self) -> list[int]:
         """Return the steps that `open` accepts, ascending: the steps of this run with a copy for
@@ -158,7 +157,7 @@ class InMemoryCheckpoints:
         self._group.stay()
         self._sources, self._opened = {}, ()
         answers = self._group.all_gather((self._group.rank, self.on, self._copies()))
-        # A rank that started later does not know of an earlier fault.
+        # A rank that started later has not seen earlier errors.
         self.on = all(is_on for _, is_on, _ in answers)
         if self.on:
             found = {}
@@ -204,8 +203,8 @@ class InMemoryCheckpoints:
         return sources
 
     def open(self, step: int) -> Checkpoint:
-        """Load and verify the copy of ``step``. Raises `DamagedCheckpointError` with the reason on
-        all ranks if the copy cannot be read. Collective."""
+        """Load and verify the copy of ``step``. If a rank cannot read its copy, all ranks raise
+        `DamagedCheckpointError` with the reason. Collective."""
         rank, sources, group = self._group.rank, self._sources[step], self._group
         reached = set()
         for source, path in sources.values():
@@ -235,8 +234,9 @@ class InMemoryCheckpoints:
         return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
 
     def _exchange(self, sent: Mapping[int, Tensor]) -> Tensor:
-        """Send each rank in ``sent``, ordered by rank, its bytes, and return the bytes that this
-        rank receives: at most one rank sends to it. Collective."""
+        """Send the bytes in ``sent`` to their ranks, and return the received bytes. Collective.
+        ``sent``: the bytes by target rank, in the order of the ranks. At most one rank sends to
+        each target."""
         sizes = {to: data.numel() for to, data in sent.items()}
         incoming = []
         for each in self._group.all_gather(sizes):
@@ -252,17 +252,17 @@ class InMemoryCheckpoints:
         return received
 
     def begin(self, base: int) -> None:
-        """Continue the run from step ``base`` and delete the copies of every other state. The
-        loaded copy stays until a newer one is complete. Collective."""
+        """Continue the run from step ``base``, and delete all copies except the loaded copy, which
+        stays until a newer copy is complete. Collective."""
         if not self.on:
             return
         self._start, self._whole = self._group.broadcast(os.urandom(8).hex()), 0
         loaded = self._opened if base in self._opened else ()
 
-        # The order is: record the new name, delete the old copies, then write. The record comes
-        # first because a crash between the two must not leave old copies under a name that still
-        # counts. `_try` returns after every rank has finished, so that no rank writes a copy
-        # while another rank of its node still deletes.
+        # The order is: record the new name, delete the old copies, then write. The record is first,
+        # because a crash must not leave old copies under the recorded name. `_try` returns after
+        # every rank has finished. Therefore no rank writes a copy while another rank of its node
+        # still deletes copies.
         def clear() -> None:
             if self._group.is_first:
                 record = {"start": self._start, "loaded": loaded}
@@ -276,15 +276,15 @@ class InMemoryCheckpoints:
             os.makedirs(self._own_folder)
 
         if self._try(clear):
-            self._due_now = bool(loaded)  # nodes that have just joined hold no copy yet
+            self._due_now = bool(loaded)  # nodes that have joined hold no copy yet
             self._group.log(
                 f"in-memory checkpoints on: one every {self.every} steps in {self._root}"
             )
 
     def follow(self) -> None:
-        """Continue the lineage of the replica that has sent its state to this replica."""
+        """Continue with the copies of the donor, whose state this replica has received."""
         self._start, _ = _read_record(self.run_dir)
-        self.on = bool(self._start)  # without a record that replica has turned the copies off
+        self.on = bool(self._start)  # without a record the donor has turned the copies off
         os.makedirs(self._own_folder, exist_ok=True)
 
     @property
@@ -294,18 +294,19 @@ class InMemoryCheckpoints:
     # In the loop
 
     def is_due(self, step: int) -> bool:
-        """True if `save` must be called after ``step``. Waits for the previous copy first."""
+        """True if `save` must be called after ``step``. If so, wait for the previous copy first."""
         if step % self.every and not self._due_now:
             return False
         self.wait()
         return self.on
 
     def save(self, state: SavedState) -> None:
-        """Copy the state in the background. A fault of the memory does not raise. Collective."""
+        """Copy the state in the background. An error turns the copies off and does not raise.
+        Collective."""
         step = state.manifest.step
         if not self._start:
             self.begin(step - 1)
-        # State that replicas split, or that each replica has for itself, needs a copy per rank.
+        # State that replicas split, or that differs between replicas, needs a copy per rank.
         several = len(self._rows[self._group.rank]) > 1
         splits = several and any("replicate" in split_dims(each) for each in state.shared.values())
         kind = "rank" if splits or state.of_replica else "place"
@@ -331,7 +332,8 @@ class InMemoryCheckpoints:
     def _finish_copy(
         self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
     ) -> None:
-        """Write the staged state in a thread, and wait until all ranks have written theirs."""
+        """Write the staged state, and wait until all ranks have written theirs. Runs in a
+        thread."""
 
         def write() -> None:
             if fault is not None:
@@ -339,9 +341,9 @@ class InMemoryCheckpoints:
             self._staging.wait()
             self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
 
-        # An exception means that a rank has ended, which the loop finds out as well. The copies of
-        # earlier starts go last: until all ranks have a copy of this start, the loaded copy is the
-        # only complete one.
+        # An exception means that a rank has failed, which the training loop notices too. The copies
+        # of earlier starts are deleted last, because the loaded copy is the only complete one until
+        # all ranks have a copy of this start.
         with contextlib.suppress(Exception):
             if not self._try(write) or (splits and not self._keep(manifest)):
                 return
@@ -351,20 +353,20 @@ class InMemoryCheckpoints:
                     shutil.rmtree(start, ignore_errors=True)
 
     def follow_updates(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Make each step of ``optimizers`` wait until the last state is staged. Without optimizers
-        the next forward waits for it."""
+        """Make each step of ``optimizers`` wait until the last state is staged. Without this call
+        the next forward pass waits."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._staging.before_update())
             self._follows_updates = True
 
     def _write(self, of: str, manifest: Manifest, state: Tensor) -> None:
-        """Write ``state`` as a copy that belongs to ``of``, a rank or a position."""
+        """Write ``state`` as a copy for ``of``, the folder name of a rank or a position."""
         store = LocalStore(os.path.join(self._own_folder, of), durable=False)
         # The loop may request the same step twice.
         if manifest.step == self._whole and manifest.step in store.steps():
             return
         place = store.begin(manifest.step, "copy")
-        # Free the memory of older copies, except the newest one that all ranks have.
+        # Free the memory of all older copies except the newest complete one.
         for step in store.steps():
             if step != self._whole:
                 store.delete(step)
@@ -372,9 +374,10 @@ class InMemoryCheckpoints:
         store.publish(place, manifest.step, manifest.encode())
 
     def _keep(self, manifest: Manifest) -> bool:
-        """Exchange copies with ranks of other replicas: keep one of theirs, send one of ours."""
+        """Send this rank's copy to a rank of another replica, and store the copy of a third rank.
+        Replicas split the state, so each copy must survive a failure of its node."""
         row = self._rows[self._group.rank]
-        # Half of the replicas away: on another node, unless all replicas are on one node.
+        # The distance is half of the replicas: another node, unless all replicas are on one node.
         here, away = row.index(self._group.rank), len(row) // 2
         to = row[(here + away) % len(row)]
         text = self._exchange({to: as_bytes(exchange.encode(manifest).encode())})
@@ -383,21 +386,22 @@ class InMemoryCheckpoints:
         return self._try(lambda: self._write(of, other, state))
 
     def _check_room(self, splits: bool) -> None:
-        """Raise `CheckpointError` unless two copies fit on this node. Runs before the first."""
-        # Ranks of one node see each other's folders, and their parts have about the same size.
+        """Raise `CheckpointError` if two copies do not fit into the memory of this node. Called
+        before the first copy."""
+        # The ranks of a node have their folders in one place, and parts of about the same size.
         ranks = len(os.listdir(os.path.dirname(self._own_folder)))
         share = ranks * self._staged.numel()
         mib = share * (4 if splits else 2) / 2**20
         system = os.statvfs(self._root)
-        # The copy of another replica is first received as one tensor.
+        # The copy of another replica is received as one tensor before it is written.
         received = share if splits else 0
-        # A tenth of the free memory of this machine or container stays free.
+        # Leave a tenth of the free memory of this machine or container unused.
         free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory() - received)
         free = (free + used(self._folder)) / 2**20
         if mib > free:
             raise CheckpointError(
                 f"{free:.1f} MiB of shared memory are free, and two copies need {mib:.1f} MiB; "
-                "make it larger (in a container: --shm-size), or set checkpoint.memory_every=0"
+                "enlarge it (in a container: --shm-size), or set checkpoint.memory_every=0"
             )
         self._group.log(f"in-memory checkpoints: {mib:.1f} MiB of memory on this node")
 
@@ -415,7 +419,8 @@ class InMemoryCheckpoints:
                 self._remove()
 
     def _try(self, work: Callable[[], object]) -> bool:
-        """Run ``work`` on every rank; a fault on any rank turns the copies off. Collective."""
+        """Run ``work`` on every rank. An error on any rank turns the copies off. Return True if the
+        copies are on. Collective."""
         try:
             self._group.agree(work)
         except ConfigError as fault:
@@ -440,8 +445,8 @@ class InMemoryCheckpoints:
 
 
 def _changed_by_updates(state: SavedState) -> set[str]:
-    """Return the names of the tensors that nothing but an update changes."""
-    # With sync=diloco an exchange that has begun earlier may change the outer parameters.
+    """Return the names of the tensors that only an update changes."""
+    # With sync=diloco an exchange that has started earlier may change the outer parameters.
     if any(name.startswith("sync/") for name in state.shared):
         return set()
     buffers = {f"model/{name}" for name in state.manifest.buffers}
@@ -450,8 +455,8 @@ def _changed_by_updates(state: SavedState) -> set[str]:
 
 
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
-    """Choose a copy for ``rank``: preferably the copy that it wrote, which has its random
-    generators, then any copy that it can read; otherwise senders take turns."""
+    """Choose a copy for ``rank`` in this order: the copy that this rank has written, which contains
+    its random state; a copy that it can read; a copy of another rank, with senders in turn."""
     here = []
     for source in sources:
         if source[0] == rank:
@@ -464,7 +469,7 @@ def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
 
 
 def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
-    """Read the name of the last start, and the start and step of the copy that it continued from.
+    """Return the name of the last start, and the start and step of the copy that it has loaded.
     Raises OSError or ValueError."""
     try:
         content = files.read_json(os.path.join(run_dir, RECORD))
@@ -473,17 +478,17 @@ def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
     match content:
         case {"start": str(start), "loaded": [*loaded]}:
             return start, tuple(loaded)
-    raise ValueError(f"{RECORD} names no start")
+    raise ValueError(f"{RECORD} has no name of a start")
 
 
 def open_place() -> str:
-    """Return the folder in this node's shared memory, created if necessary. Raises OSError if other
-    users can access the folder."""
+    """Return the folder for copies in this node's shared memory; create it if it is missing. Raises
+    OSError if other users can access the folder."""
     path = os.environ.get(MEMORY_DIR)
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
-            # /tmp or /dev/shm: private permissions would lock out all other users.
+            # For a shared folder like /tmp, private permissions would exclude all other users.
             if stat.S_ISDIR(mode) and mode & 0o022:
                 raise PermissionError(
                     errno.EPERM, "other users may write to it; use a folder inside it", path
@@ -498,8 +503,7 @@ def open_place() -> str:
 
 
 def used(path: str) -> int:
-    """Return the bytes that the files below ``path`` occupy. Other ranks may rename them
-    meanwhile."""
+    """Return the bytes that the files below ``path`` occupy, while other ranks may rename files."""
     blocks = 0
     for folder, _, names in os.walk(path):
         for name in names:
