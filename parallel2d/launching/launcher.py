@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from parallel2d.base.config.job import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
+from parallel2d.base.launcher_environment import JOB
 from parallel2d.base.store.secret import PUBLIC_SECRET, write_secret
-from parallel2d.base.topology import JOB
 from parallel2d.launching.failures import (
     Preempted,
     RankFailure,

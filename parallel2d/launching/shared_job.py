@@ -22,7 +22,7 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, INCARNATION, JOB, RankIdentity
+from parallel2d.base.launcher_environment import AGENT, INCARNATION, JOB, RankIdentity
 
 if TYPE_CHECKING:
     from parallel2d.training.metrics.heartbeat import Position
