@@ -205,7 +205,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
     from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
     from parallel2d.training.loss.embedding_errors import embedding_errors_named
-    from parallel2d.training.metrics.heartbeat import HeartbeatMonitor
+    from parallel2d.training.metrics.late_ranks import HeartbeatMonitor
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.trainer_parts import LoopCallbacks
 

@@ -25,7 +25,7 @@ from parallel2d.base.files import private_folders as folders
 from parallel2d.base.launcher_environment import AGENT, INCARNATION, JOB, RankIdentity
 
 if TYPE_CHECKING:
-    from parallel2d.training.metrics.heartbeat import Position
+    from parallel2d.training.metrics.late_ranks import Position
 
 # Lets the planner choose the parts of the layout that the job leaves open, from the overrides and
 # the number of ranks of each live node. Returns `Job.sizes` too.
