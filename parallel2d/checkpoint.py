@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.files.tensor_file import DTYPES, printable
-from parallel2d.launching.launcher import exit_code_of
+from parallel2d.launching.exit_codes import exit_code_of
 from parallel2d.training.checkpoint import Checkpointer as Checkpointer
 from parallel2d.training.checkpoint.convert import (
     DTYPE_CHOICES,

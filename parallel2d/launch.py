@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from parallel2d.base.store.secret import find_secret, new_secret, write_secret
-from parallel2d.launching.launcher import exit_code_of
+from parallel2d.launching.exit_codes import exit_code_of
 
 
 def main(

@@ -19,7 +19,7 @@ from parallel2d.base.config.composition import compose
 from parallel2d.base.config.overrides import quoted
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.base.topology import RankIdentity, find_rank
+from parallel2d.base.launcher_environment import RankIdentity, find_rank
 from parallel2d.instruments.preflight.self_check import check_runs, chosen_checks
 from parallel2d.launching.failures import WorkersFailed, failures_reported_once
 from parallel2d.launching.launcher import start_node

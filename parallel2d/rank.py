@@ -18,7 +18,8 @@ from parallel2d.base import files
 from parallel2d.base.config.composition import compose, from_yaml
 from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import INCARNATION, RankIdentity, Topology, find_rank
+from parallel2d.base.launcher_environment import INCARNATION, RankIdentity, find_rank
+from parallel2d.base.topology import Topology
 from parallel2d.launching.failures import failures_reported_once, note_waiting
 from parallel2d.launching.processes import end_with_parent
 from parallel2d.launching.rank_processes import log_for_all_ranks
@@ -204,7 +205,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
     from parallel2d.launching import rank_signals
     from parallel2d.training.assemble import build_trainer
     from parallel2d.training.loss.embedding_errors import embedding_errors_named
-    from parallel2d.training.metrics.heartbeat import HeartbeatMonitor
+    from parallel2d.training.metrics.late_ranks import HeartbeatMonitor
     from parallel2d.training.metrics.out_of_memory import out_of_memory_named
     from parallel2d.training.trainer_parts import LoopCallbacks
 

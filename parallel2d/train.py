@@ -19,8 +19,10 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.base.topology import Topology, find_rank
-from parallel2d.launching.launcher import exit_code_of, run_once, start_node, start_workers
+from parallel2d.base.launcher_environment import find_rank
+from parallel2d.base.topology import Topology
+from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.launcher import run_once, start_node, start_workers
 from parallel2d.launching.processes import (
     keep_others_from_writing,
     open_standard_streams,

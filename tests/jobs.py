@@ -84,8 +84,8 @@ def job_of(folder, run_dir, words):
     import torch.distributed as dist
 
     from parallel2d.base.config import Job
+    from parallel2d.base.launcher_environment import RankIdentity
     from parallel2d.base.runtime import Runtime
-    from parallel2d.base.topology import RankIdentity
     from parallel2d.parallel.mesh import Topology
 
     os.chdir(folder)

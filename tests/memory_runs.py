@@ -15,7 +15,7 @@ from training import full_tensor_of, largest_difference, weights_of
 
 from parallel2d import outer_parameters
 from parallel2d.base.config import CheckpointConfig
-from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.base.launcher_environment import MEMORY_DIR
 from parallel2d.parallel.sync.ema import EMAWeights
 from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.checkpoint.storage import LocalStore

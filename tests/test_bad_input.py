@@ -14,7 +14,7 @@ import pytest
 from parallel2d import ConfigError
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.options import default_of, field_problems, load_reference, value_problem
-from parallel2d.base.topology import find_rank, first_host
+from parallel2d.base.launcher_environment import find_rank, first_host
 from parallel2d.train import main
 
 

@@ -19,7 +19,7 @@ from workers import WorkerError
 from parallel2d import CheckpointConfig, Checkpointer
 from parallel2d.base.config import SyncConfig
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.base.launcher_environment import MEMORY_DIR
 from parallel2d.training.checkpoint import in_memory
 from parallel2d.training.checkpoint.local_state import STATE
 from parallel2d.training.checkpoint.manifest import content_digest

@@ -12,8 +12,9 @@ import torch
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.batch import IGNORED, Batch, SampleHash, token_sequences
+from parallel2d.training.data.packing import PackedSamples, PaddedSamples, Samples
 from parallel2d.training.data.sample_order import MAXIMUM_PERIOD, Schedule
-from parallel2d.training.data.stream import PackedSamples, PaddedSamples, Samples, SampleStream
+from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.data.token_shards import ShardWriter, TokenSplit
 
 END = 256

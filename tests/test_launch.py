@@ -29,12 +29,12 @@ from jobs import wait_for
 from parallel2d.base.config import CompileConfig, LaunchConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
+from parallel2d.base.launcher_environment import AGENT
 from parallel2d.base.store import client as store_client
 from parallel2d.base.store.address import answered_within
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
-from parallel2d.base.topology import AGENT
 from parallel2d.launching import launcher, shared_job
 from parallel2d.launching import rendezvous_round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
@@ -553,7 +553,7 @@ def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks():
 )
 def test_torchrun_rank_reports_a_failed_peer_in_one_line(raised, said):
     program = f"""
-from parallel2d.base.topology import RankIdentity
+from parallel2d.base.launcher_environment import RankIdentity
 from parallel2d.launching import failures
 failures._PEER_REPORTS_S = 0.0
 with failures.failures_reported_once(RankIdentity(1, 2, 1, 0, 1, "torchrun"), None):

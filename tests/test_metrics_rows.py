@@ -22,8 +22,8 @@ from parallel2d.parallel.cost.flops import count_flops
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.metrics import keys, recorder
 from parallel2d.training.metrics.console import describe
-from parallel2d.training.metrics.heartbeat import describe_late
 from parallel2d.training.metrics.keys import COMMUNICATION_KEYS
+from parallel2d.training.metrics.late_ranks import describe_late
 from parallel2d.training.metrics.recorder import WINDOW, Goodput, Recorder, Stragglers
 from parallel2d.training.metrics.tags import OF_AN_AXIS, derived, description
 from parallel2d.training.metrics.writer import LAYOUT, OPTIONAL, MetricsWriter

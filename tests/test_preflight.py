@@ -20,8 +20,9 @@ from workers import WorkerError
 import parallel2d
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.launcher_environment import RankIdentity
 from parallel2d.base.runtime import Runtime
-from parallel2d.base.topology import RankIdentity, Topology
+from parallel2d.base.topology import Topology
 from parallel2d.instruments.planner.layout_cost import cost_of
 from parallel2d.instruments.preflight.check import ClusterCheck
 from parallel2d.instruments.preflight.verdict import (

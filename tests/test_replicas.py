@@ -27,11 +27,11 @@ from test_launch import SLOWLY, command
 
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.launcher_environment import RankIdentity
 from parallel2d.base.replicas.events import Events, post
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import new_secret
 from parallel2d.base.store.server import StoreServer
-from parallel2d.base.topology import RankIdentity
 from parallel2d.launching.replica_loss import LossPolicy, choose
 
 # While a joining replica receives the state: until the test has killed a rank

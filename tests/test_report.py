@@ -197,8 +197,8 @@ def test_failed_and_joining_replicas_are_events(tmp_path):
     ]
     run = read_run(str(write_run(tmp_path / "run", [segment(1, 1, FOUR)], rows)))
     assert [(step, text) for kind, step, text in events_of(run) if kind == "replicas"] == [
-        (2, "1 are there, 0 have joined; 8 samples computed again, 0.5 s lost"),
-        (3, "2 are there, 1 have joined; 0 samples computed again, 0 s lost"),
+        (2, "1 live, 0 joined; 8 samples recomputed, 0.5 s lost"),
+        (3, "2 live, 1 joined; 0 samples recomputed, 0 s lost"),
     ]
 
 

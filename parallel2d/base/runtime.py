@@ -32,6 +32,14 @@ from parallel2d.base import device as devices
 from parallel2d.base import exchange
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.launcher_environment import (
+    AGENT,
+    INCARNATION,
+    PREFIX,
+    STORE,
+    RankIdentity,
+    find_rank,
+)
 from parallel2d.base.open_files import prepare_rank
 from parallel2d.base.replicas import (
     Quorum,
@@ -47,15 +55,7 @@ from parallel2d.base.store.address import join_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret
 from parallel2d.base.store.server import StoreServer, log_dropped_connection
-from parallel2d.base.topology import (
-    AGENT,
-    INCARNATION,
-    PREFIX,
-    STORE,
-    RankIdentity,
-    Topology,
-    find_rank,
-)
+from parallel2d.base.topology import Topology
 
 log = logging.getLogger(__name__)
 

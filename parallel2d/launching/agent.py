@@ -35,7 +35,7 @@ from parallel2d.base import files
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import (
+from parallel2d.base.launcher_environment import (
     AGENT,
     HAS_STORE,
     INCARNATION,

@@ -12,7 +12,6 @@ import functools
 import glob
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from parallel2d.base.config.job import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.files import for_terminal
+from parallel2d.base.launcher_environment import JOB
 from parallel2d.base.store.secret import PUBLIC_SECRET, write_secret
-from parallel2d.base.topology import JOB
 from parallel2d.launching.failures import (
     Preempted,
     RankFailure,
@@ -38,38 +36,6 @@ from parallel2d.launching.shared_job import folder_errors_explained, recorded_ru
 
 if TYPE_CHECKING:
     from parallel2d.launching.agent import NodeWorkers
-
-
-def exit_code_of(
-    start: Callable[[], int | None],
-    *,
-    faults: tuple[type[Exception], ...] = (ConfigError,),
-    invalid: int = 2,
-    interrupted: str = "interrupted",
-) -> int:
-    """Return the result of ``start``, 0 for None, or the exit code of its exception, for which one
-    line is printed.
-
-    Args:
-        faults: exceptions with the exit code ``invalid``.
-        invalid: exit code for invalid settings.
-        interrupted: message for an interrupt without one; its exit code is 130.
-    """
-    text: object
-    try:
-        return start() or 0
-    except faults as error:
-        text, code = error, invalid
-    except Preempted as preempted:
-        text, code = preempted, preempted.exit_code
-    except WorkersFailed as error:
-        text, code = error, 1
-    except KeyboardInterrupt as error:
-        text, code = str(error) or interrupted, 130
-    if code == 130:  # another Ctrl-C ends this process without a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
-    return code
 
 
 def start_workers(job: Job, nproc: int) -> None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.launcher_environment import STORE
 from parallel2d.base.store.address import PortTaken, owns_address, resolve, split_endpoint
 from parallel2d.base.store.client import StoreClient
 from parallel2d.base.store.secret import VARIABLE, find_secret, new_secret
 from parallel2d.base.store.server import StoreServer, log_dropped_connection
-from parallel2d.base.topology import STORE
 from parallel2d.launching.network_interface import Interface, choose_interface, is_loopback
 
 _CLOSED = "parallel2d/closed"  # prefix of jobs that have ended

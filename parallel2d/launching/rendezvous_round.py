@@ -6,22 +6,14 @@ number of nodes has joined, or until the smallest number has joined and a last c
 first launcher that sees this closes the round. A launcher whose ranks must restart opens the next
 round; the other launchers see it, end their ranks and join. The round waits for them while they are
 alive.
-
-Each launcher writes a heartbeat, a counter, to a key in the store. It has timed out when another
-launcher has found the same value in all polls of ``launch.heartbeat_timeout_s``, one every
-``launch.heartbeat_interval_s``. No clocks are compared, and a launcher that was itself stopped
-declares no other launcher failed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import math
 import random
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -31,6 +23,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from parallel2d.base.config import LaunchConfig
 from parallel2d.launching.failures import WorkersFailed
+from parallel2d.launching.heartbeat import Heartbeats
 from parallel2d.launching.rendezvous import Rendezvous
 
 # Time for further nodes after the smallest number has joined: at first, and in later rounds
@@ -98,36 +91,27 @@ class Round:
         self._smallest, self.largest = settings.node_range
         self.heartbeat_interval_s = settings.heartbeat_interval_s
         self.heartbeat_timeout_s = settings.heartbeat_timeout_s
-        self._missed = math.ceil(self.heartbeat_timeout_s / self.heartbeat_interval_s)
         self._key = f"parallel2d/round/{rendezvous.name}"
-        self._heartbeats = f"parallel2d/beat/{rendezvous.name}/"
         name = f"{socket.gethostname()}/{uuid.uuid4().hex}"
         self.own = Launcher(rendezvous.interface.address, name, 0, 0, size)
+        self._heartbeats = Heartbeats(
+            rendezvous.store,
+            f"parallel2d/beat/{rendezvous.name}/",
+            name,
+            settings.heartbeat_interval_s,
+            settings.heartbeat_timeout_s,
+        )
         self._text, self.state = b"", State()
         self._poll_at = 0.0
-        # By name: the last heartbeat, the number of polls since then, and True if the launcher was
-        # alive during a poll: its heartbeat has changed, or it has joined after the first poll
-        self._heard: dict[str, tuple[bytes, int, bool]] = {}
-        self._has_polled = False
         self._enough_at: float | None = None
         self._call_s = 0.0
-        self._is_over = threading.Event()
 
     def __enter__(self) -> Round:
-        self._store.set(self._heartbeats + self.own.name, "0")
-        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
+        self._heartbeats.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-
-    def _send_heartbeats(self) -> None:
-        for count in itertools.count(1):
-            if self._is_over.wait(self.heartbeat_interval_s):
-                return
-            # The thread of the launcher notices a lost store.
-            with contextlib.suppress(DistNetworkError, DistStoreError):
-                self._store.set(self._heartbeats + self.own.name, str(count))
+        self._heartbeats.stop()
 
     # Live launchers
 
@@ -139,19 +123,7 @@ class Round:
         self._poll_at = now + self.heartbeat_interval_s
         self._take(self._store.compare_set(self._key, "", ""))
         names = {each.name for each in self.state.members}.union(self.state.before)
-        others = sorted(names - {self.own.name})
-        keys = []
-        for name in others:
-            keys.append(self._heartbeats + name)
-        # Each launcher has sent a heartbeat before it has joined.
-        heartbeats = self._store.multi_get(keys) if keys else ()
-        for name, heartbeat in zip(others, heartbeats, strict=True):
-            last, polls, was_alive = self._heard.get(name, (heartbeat, -1, self._has_polled))
-            if heartbeat == last:
-                self._heard[name] = heartbeat, polls + 1, was_alive
-            else:
-                self._heard[name] = heartbeat, 0, True
-        self._has_polled = True
+        self._heartbeats.poll(sorted(names - {self.own.name}))
 
     def _take(self, text: bytes) -> None:
         if self._text and not text:
@@ -160,11 +132,12 @@ class Round:
 
     def has_timed_out(self, name: str) -> bool:
         """True if the launcher ``name`` has sent no heartbeat for the timeout."""
-        return self._heard.get(name, (b"", 0, False))[1] >= self._missed
+        return self._heartbeats.has_timed_out(name)
 
     def is_known(self, name: str) -> bool:
-        """True if it is known that the launcher ``name`` is alive, or that it has timed out."""
-        return self.has_timed_out(name) or self._heard.get(name, (b"", 0, False))[2]
+        """True if a poll has shown that the launcher ``name`` is alive, or that it has timed
+        out."""
+        return self._heartbeats.is_known(name)
 
     def ranks_of(self, launcher: Launcher) -> list[int]:
         """Return the ranks of a member."""

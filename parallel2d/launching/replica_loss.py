@@ -12,7 +12,8 @@ import torch
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.device import accelerator_type
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import RankIdentity, Topology
+from parallel2d.base.launcher_environment import RankIdentity
+from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh_sizes import resolve_mesh
 
 _CHECK = "python -m parallel2d.preflight --self-check --only replica-loss --write CLUSTER.yaml"

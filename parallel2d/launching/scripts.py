@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.topology import find_rank
+from parallel2d.base.launcher_environment import find_rank
 from parallel2d.launching.failures import failures_reported_once
 from parallel2d.launching.launcher import start_node
 from parallel2d.launching.processes import workers_per_node

@@ -22,10 +22,10 @@ from parallel2d.base.config.job import Job, TrainConfig
 from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
-from parallel2d.base.topology import AGENT, INCARNATION, JOB, RankIdentity
+from parallel2d.base.launcher_environment import AGENT, INCARNATION, JOB, RankIdentity
 
 if TYPE_CHECKING:
-    from parallel2d.training.metrics.heartbeat import Position
+    from parallel2d.training.metrics.late_ranks import Position
 
 # Lets the planner choose the parts of the layout that the job leaves open, from the overrides and
 # the number of ranks of each live node. Returns `Job.sizes` too.

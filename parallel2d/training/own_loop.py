@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.launcher_environment import AGENT
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import Quorum, current
 from parallel2d.base.replicas.events import post
-from parallel2d.base.topology import AGENT
 from parallel2d.parallel.mesh import data_coordinate, live_data_ranks, mesh_shape
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in

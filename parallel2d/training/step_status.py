@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.device import sent_to
+from parallel2d.base.launcher_environment import HAS_STORE
 from parallel2d.base.metering import control_traffic
 from parallel2d.base.replicas import current, is_joining, present_ranks
-from parallel2d.base.topology import HAS_STORE
 from parallel2d.parallel.gradients import squared_norm_share
 from parallel2d.parallel.mesh import axis_positions, mesh_shape, sharding_mesh
 from parallel2d.parallel.sync.comparison import ReplicaComparison

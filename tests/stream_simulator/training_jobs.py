@@ -155,8 +155,9 @@ def prepare(job: Job, folder: str) -> tuple[Job, Runtime]:
     import torch
     import torch.distributed as dist
 
+    from parallel2d.base.launcher_environment import RankIdentity
     from parallel2d.base.runtime import Runtime
-    from parallel2d.base.topology import RankIdentity, Topology
+    from parallel2d.base.topology import Topology
 
     os.chdir(folder)
     os.makedirs(job.run_dir, exist_ok=True)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parallel2d import MeshSpec, build_mesh
 from parallel2d.base.config import CheckpointConfig
-from parallel2d.base.topology import MEMORY_DIR
+from parallel2d.base.launcher_environment import MEMORY_DIR
 from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.checkpoint.in_memory import used
 

@@ -116,7 +116,7 @@ def compose_config(words: list[str]) -> Any:
 
 def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> Any:
     """Return the loop of this process, in the process group of its kind."""
-    from parallel2d.base.topology import RankIdentity
+    from parallel2d.base.launcher_environment import RankIdentity
     from parallel2d.parallel.mesh_sizes import MeshShape
     from parallel2d.training.assemble import plan_batches
     from parallel2d.training.model_families import build_model

@@ -158,13 +158,14 @@ class StepComparison:
     def compare(
         self, step: int, records: Sequence[RankRecord], whole: Mapping[str, ByReplica]
     ) -> None:
-        """Compare a step, from 1, and continue with the values of the ranks.
+        """Compare a step, and set the reference to the values of the ranks for the next step.
 
         Args:
-            step: number of the step.
-            records: one per rank.
-            whole: unsharded tensors: gradients before clipping, weights of the forwards, weights
-                that optimizers have updated, and with diloco the weights that all replicas share.
+            step: number of the step, from 1.
+            records: one record per rank.
+            whole: unsharded tensors by kind. ``gradients``: before clipping. ``weights``: in the
+                forward passes. ``updated``: after the optimizer step. ``shared``: with diloco, the
+                weights that all replicas share.
         """
         self._step = step
         expected = self._run.gradients(step)

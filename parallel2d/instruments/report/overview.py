@@ -184,7 +184,8 @@ def events_of(run: Run) -> list[tuple[str, float, str]]:
 
 
 def _membership_changes(run: Run) -> list[tuple[str, float, str]]:
-    """Return the events of replicas, as `events_of`. Totals restart when all ranks restart."""
+    """Return the failures and joins of replicas, in the format of `events_of`. A restart of all
+    ranks sets the totals to 0."""
     totals = []
     for key in (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES):
         totals.append(run[key])
@@ -195,8 +196,8 @@ def _membership_changes(run: Run) -> list[tuple[str, float, str]]:
     found: list[tuple[str, float, str]] = []
     for before in np.flatnonzero(joined + samples + abs(moved)):
         text = (
-            f"{there[before + 1]:.0f} are there, {joined[before]:.0f} have joined; "
-            f"{samples[before]:.0f} samples computed again, {seconds[before]:.2g} s lost"
+            f"{there[before + 1]:.0f} live, {joined[before]:.0f} joined; "
+            f"{samples[before]:.0f} samples recomputed, {seconds[before]:.2g} s lost"
         )
         found.append(("replicas", steps[before + 1], text))
     return found

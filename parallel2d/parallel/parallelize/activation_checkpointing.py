@@ -314,7 +314,7 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
                 f"activation_checkpointing.keep: no operator is called {pattern}; {advice}"
             )
         matches = chain.from_iterable(operators[name] for name in names)
-        # Those with names that end with an underscore change an argument.
+        # Operators with a trailing underscore in their name change an argument.
         visible = set()
         for name in matches:
             if not (name.endswith("_") or _is_composite(name)):

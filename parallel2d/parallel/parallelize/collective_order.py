@@ -107,7 +107,7 @@ class CollectiveOrder:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:
-        """Return the object of ``group``; the first call builds it, collective over the group.
+        """Return the object of ``group``, built in the first call. Collective over the group.
 
         Args:
             group: the process group of the shard axis.

@@ -209,7 +209,8 @@ class ContextCheck:
         )
 
     def _find_parts(self, stack: Stack) -> None:
-        """Note if tensor ranks have parts of the hidden states: attention has all positions."""
+        """Record if the tensor ranks split the positions of the hidden states. In this case queries
+        have more positions than hidden states."""
         shapes, tensor = self._shapes[-1], self._axis.tensor
         for (name, path, _), shape in shapes.items():
             is_query = path[0] == "attention" and path[-1] == "query"

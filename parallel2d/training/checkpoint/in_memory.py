@@ -45,10 +45,10 @@ from parallel2d.base.config import CheckpointConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders
 from parallel2d.base.files.folder import LocalFolder
+from parallel2d.base.launcher_environment import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.base.memory import free_memory
 from parallel2d.base.replicas import ReplicaLost, current, is_present
 from parallel2d.base.store.address import in_thread
-from parallel2d.base.topology import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.parallel.mesh import mesh_shape, part_group, ranks_of
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.weights.geometry import split_dims

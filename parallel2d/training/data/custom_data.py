@@ -20,9 +20,10 @@ from parallel2d.base.config.options import call_reference
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.parallelize.layout import SampleShape, TensorShape
 from parallel2d.training.data.batch import IGNORED, Batch, mixed_with
+from parallel2d.training.data.packing import Array
 from parallel2d.training.data.prepare import worker_count
 from parallel2d.training.data.sample_order import Schedule
-from parallel2d.training.data.stream import Array, SampleStream
+from parallel2d.training.data.stream import SampleStream
 
 # Names of targets, as parameters of a model's forward and as keys of a batch
 _INPUTS_TOO = ("labels", "label", "y")

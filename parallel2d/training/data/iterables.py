@@ -29,8 +29,9 @@ from parallel2d.base.exchange import all_gather
 from parallel2d.base.files import is_count
 from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.custom_data import Collation, batch_of, thread_count
+from parallel2d.training.data.packing import Array
 from parallel2d.training.data.sample_order import Order, Schedule
-from parallel2d.training.data.stream import Array, SampleStream
+from parallel2d.training.data.stream import SampleStream
 
 log = logging.getLogger(__name__)
 
@@ -281,8 +282,8 @@ class IterableStream(SampleStream):
         return source, lane, period * int(totals[source]) + int(before[at])
 
     def _compute_table(self, lane: int) -> tuple[Array, Array, Array]:
-        """Return for each index of a lane, until the schedule repeats: the source, the number of
-        earlier samples of this source; and the number of samples of each source."""
+        """Return three arrays about one period of a lane: the source of each index, the number of
+        earlier samples of this source, and the number of samples of each source."""
         period = self._schedule.period
         batches = np.arange(period // math.gcd(period, self._batch_size)) * self._batch_size
         offsets = lane * self._block_size + np.arange(self._block_size)

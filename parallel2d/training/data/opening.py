@@ -21,16 +21,11 @@ from parallel2d.base.config.model_and_data import validation_set
 from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.custom_data import BinTokens, CustomSamples, CustomStream
 from parallel2d.training.data.iterables import IterableStream, Shards
+from parallel2d.training.data.packing import FittedSamples, PackedSamples, PaddedSamples, Samples
 from parallel2d.training.data.prepare import content_key, folder_lock, prepare
 from parallel2d.training.data.reading import find_units
 from parallel2d.training.data.sample_order import Schedule
-from parallel2d.training.data.stream import (
-    FittedSamples,
-    PackedSamples,
-    PaddedSamples,
-    Samples,
-    SampleStream,
-)
+from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.data.token_shards import MANIFEST, TokenStore
 from parallel2d.training.data.tokenizer import load_tokenizer
 

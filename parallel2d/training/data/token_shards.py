@@ -288,7 +288,7 @@ def _check_shard(shard: dict[str, Any], item: int) -> None:
         _require(files.is_count(count, most), f"{name}: {count!r:.40} is not a number up to {most}")
     sizes = {f"{name}.tokens": item * tokens, f"{name}.ends": 8 * documents, f"{name}.mask": tokens}
     known = {f"{name}.tokens", f"{name}.ends"} <= shard["files"].keys() <= sizes.keys()
-    _require(known, f"{name}: its files are not tokens, ends and perhaps mask")
+    _require(known, f"{name}: its files must be .tokens, .ends and optionally .mask")
     for file, entry in shard["files"].items():
         sound = entry["bytes"] == sizes[file] and _SHA256.fullmatch(entry["sha256"])
         _require(sound, f"{file}: its size or checksum is impossible")

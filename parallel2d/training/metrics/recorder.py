@@ -23,7 +23,7 @@ from parallel2d.base.replicas import absent_ranks
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
-from parallel2d.training.metrics.heartbeat import Position
+from parallel2d.training.metrics.late_ranks import Position
 from parallel2d.training.metrics.metrics_row import seconds_in
 from parallel2d.training.metrics.phases import StepProfiler
 from parallel2d.training.metrics.writer import MetricsWriter
