@@ -44,10 +44,11 @@ class Tower(nn.Module):
 
 
 class Towers(nn.Module):
-    """Text, and images or sounds for some samples."""
+    """Text, and images or sounds for some samples, after ``early`` blocks."""
 
-    def __init__(self):
+    def __init__(self, early=0):
         super().__init__()
+        self.early = early
         self.vision, self.audio = Tower(), Tower(1)
         self.first = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -55,11 +56,13 @@ class Towers(nn.Module):
 
     def forward(self, x, image=None, sound=None):
         x = self.first(x)
+        for block in self.blocks[: self.early]:
+            x = block(x)
         if image is not None:
             x = x + self.vision(image)
         if sound is not None:
             x = x + self.audio(sound)
-        for block in self.blocks:
+        for block in self.blocks[self.early :]:
             x = block(x)
         return self.last(x)
 
@@ -114,7 +117,7 @@ def train(sizes, config, conditional, mode, pattern, steps=3, micros=2):
     mesh = parallel2d.build_mesh(MeshSpec(**sizes), config.strategy)
     ranks, rank = mesh_shape(mesh).data_ranks, parallel2d.data_coordinate(mesh)
     torch.manual_seed(3)
-    reference = Towers().double()
+    reference = Towers(early=int(conditional["audio"] == "replicate")).double()
     model = parallel2d.parallelize(copy.deepcopy(reference), mesh, config, conditional=conditional)
     gradients, parameters = one_process(reference, ranks, micros, steps, pattern)
     optimizer = torch.optim.AdamW(parallel2d.updated_parameters(model), lr=0.1, weight_decay=0.5)
@@ -149,6 +152,7 @@ WAYS = [
     {"vision": "replicate", "audio": "replicate"},
     {"vision": "root", "audio": "replicate"},
     {"vision": "always", "audio": "always"},
+    {"vision": Always(before="blocks.1"), "audio": "replicate"},
 ]
 
 
