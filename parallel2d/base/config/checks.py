@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from parallel2d.base.config.job import OptimizerConfig, TrainConfig
 from parallel2d.base.config.model_and_data import (
+    CONDITIONAL,
     DataConfig,
     HuggingFaceModel,
     LlamaModel,
@@ -199,6 +200,11 @@ def _tensor_plan(config: TrainConfig) -> _Problems:
             f"model.tensor_plan={plan} must be {{pattern: word}} or have the form "
             "package.module:function",
         )
+
+
+def _conditional(config: TrainConfig) -> _Problems:
+    for pattern, way in getattr(config.model, "conditional", {}).items():
+        yield _choice(f"model.conditional: {pattern}", way, CONDITIONAL)
 
 
 def _choice(key: str, value: object, choices: Sequence[str]) -> tuple[bool, str]:
@@ -445,6 +451,7 @@ _JOB_CHECKS: tuple[_Check, ...] = (
     _llama,
     _library_model,
     _tensor_plan,
+    _conditional,
     _data,
     _optimizer,
     _loop,

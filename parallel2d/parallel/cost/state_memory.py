@@ -47,12 +47,14 @@ def state_bytes(layout: Layout) -> StateBytes:
     """
     shape, method = layout.shape.sharding, layout.method
     parameters = masters = gradients = state = outer = residuals = 0
-    for group, count in [*layout.equal_groups, (layout.whole, 1)]:
+    replicated = [(group, 1, 1) for group in layout.replicated]
+    sharded = [(group, count, shape.shard) for group, count in layout.equal_groups]
+    for group, count, ranks in [*sharded, *replicated, (layout.whole, 1, 1)]:
         is_split = group is not layout.whole
         for parameter in group:
             held = updated = parameter.shape
             if is_split:
-                held = updated = first_part(parameter.shape, shape.shard)
+                held = updated = first_part(parameter.shape, ranks)
             if is_split and layout.method.splits_updates:
                 updated = first_part(held, shape.replicate)
             parameters += count * math.prod(held) * parameter.stored
