@@ -53,7 +53,7 @@ from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.sync.engine import accumulation
-from parallel2d.training.metrics import heartbeat
+from parallel2d.training.metrics import late_ranks
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
@@ -426,7 +426,7 @@ def test_silent_store_does_not_block_launchers(silent_store, secret, tmp_path, m
     assert answered_within(0.2, lambda: silent_store.check(["before"]), "silence") == "silence"
     monkeypatch.setattr(heartbeat, "_PATIENCE_WITH_STORE_S", 0.2)
     hosts, position = ["one/0", "two/0"], heartbeat.Position(3, 4, "nothing")
-    waiting = heartbeat.HeartbeatMonitor(
+    waiting = late_ranks.HeartbeatMonitor(
         silent_store, 1, hosts, str(tmp_path), 15.0, lambda: position
     )
     silent = "whose store does not answer (stopped, or the machine is gone)"
@@ -441,7 +441,7 @@ def test_aborted_stuck_rank_logs_its_stack(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     position = [heartbeat.Position(3, 4, "all_reduce")]
     hosts, store = ["one/0", "two/0"], torch.distributed.HashStore()
-    with heartbeat.HeartbeatMonitor(
+    with late_ranks.HeartbeatMonitor(
         store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting
     ):
         wait_for(lambda: read_waiting(str(report)))
