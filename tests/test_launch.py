@@ -424,8 +424,8 @@ def silent_store(store_command, secret, monkeypatch):
 def test_silent_store_does_not_block_launchers(silent_store, secret, tmp_path, monkeypatch):
     begin = time.monotonic()
     assert answered_within(0.2, lambda: silent_store.check(["before"]), "silence") == "silence"
-    monkeypatch.setattr(heartbeat, "_PATIENCE_WITH_STORE_S", 0.2)
-    hosts, position = ["one/0", "two/0"], heartbeat.Position(3, 4, "nothing")
+    monkeypatch.setattr(late_ranks, "_PATIENCE_WITH_STORE_S", 0.2)
+    hosts, position = ["one/0", "two/0"], late_ranks.Position(3, 4, "nothing")
     waiting = late_ranks.HeartbeatMonitor(
         silent_store, 1, hosts, str(tmp_path), 15.0, lambda: position
     )
@@ -439,7 +439,7 @@ def test_silent_store_does_not_block_launchers(silent_store, secret, tmp_path, m
 def test_aborted_stuck_rank_logs_its_stack(tmp_path, monkeypatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    position = [heartbeat.Position(3, 4, "all_reduce")]
+    position = [late_ranks.Position(3, 4, "all_reduce")]
     hosts, store = ["one/0", "two/0"], torch.distributed.HashStore()
     with late_ranks.HeartbeatMonitor(
         store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting
@@ -450,7 +450,7 @@ def test_aborted_stuck_rank_logs_its_stack(tmp_path, monkeypatch):
         assert str(failure).startswith(
             f"killed (SIGABRT) while rank 0 waited in all_reduce of step 3; {late}"
         )
-        position[0] = heartbeat.Position(4, 0, "all_reduce")
+        position[0] = late_ranks.Position(4, 0, "all_reduce")
         wait_for(lambda: not read_waiting(str(report)))
 
 
