@@ -53,7 +53,7 @@ from parallel2d.parallel.mesh import Topology
 from parallel2d.parallel.mesh_sizes import MeshSpec
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.sync.engine import accumulation
-from parallel2d.training.metrics import heartbeat
+from parallel2d.training.metrics import late_ranks
 
 LIBRARY = Path(os.__file__).parent
 SMALL = (
@@ -424,9 +424,9 @@ def silent_store(store_command, secret, monkeypatch):
 def test_silent_store_does_not_block_launchers(silent_store, secret, tmp_path, monkeypatch):
     begin = time.monotonic()
     assert answered_within(0.2, lambda: silent_store.check(["before"]), "silence") == "silence"
-    monkeypatch.setattr(heartbeat, "_PATIENCE_WITH_STORE_S", 0.2)
-    hosts, position = ["one/0", "two/0"], heartbeat.Position(3, 4, "nothing")
-    waiting = heartbeat.HeartbeatMonitor(
+    monkeypatch.setattr(late_ranks, "_PATIENCE_WITH_STORE_S", 0.2)
+    hosts, position = ["one/0", "two/0"], late_ranks.Position(3, 4, "nothing")
+    waiting = late_ranks.HeartbeatMonitor(
         silent_store, 1, hosts, str(tmp_path), 15.0, lambda: position
     )
     silent = "whose store does not answer (stopped, or the machine is gone)"
@@ -439,9 +439,9 @@ def test_silent_store_does_not_block_launchers(silent_store, secret, tmp_path, m
 def test_aborted_stuck_rank_logs_its_stack(tmp_path, monkeypatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    position = [heartbeat.Position(3, 4, "all_reduce")]
+    position = [late_ranks.Position(3, 4, "all_reduce")]
     hosts, store = ["one/0", "two/0"], torch.distributed.HashStore()
-    with heartbeat.HeartbeatMonitor(
+    with late_ranks.HeartbeatMonitor(
         store, 0, hosts, str(tmp_path), 1.0, lambda: position[0], note_waiting
     ):
         wait_for(lambda: read_waiting(str(report)))
@@ -450,7 +450,7 @@ def test_aborted_stuck_rank_logs_its_stack(tmp_path, monkeypatch):
         assert str(failure).startswith(
             f"killed (SIGABRT) while rank 0 waited in all_reduce of step 3; {late}"
         )
-        position[0] = heartbeat.Position(4, 0, "all_reduce")
+        position[0] = late_ranks.Position(4, 0, "all_reduce")
         wait_for(lambda: not read_waiting(str(report)))
 
 
