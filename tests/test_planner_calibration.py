@@ -14,6 +14,7 @@ from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.preflight.rank_measurement import CollectiveSample, fit_link
 from parallel2d.parallel.cost.collectives import GroupPlacement
+from tools.bench import gpu_model
 
 PRESETS = Path(__file__).resolve().parents[1] / "conf" / "cluster"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -105,3 +106,21 @@ def test_a_preset_has_every_figure_that_a_step_time_needs(name):
     device = found.device
     peaks = device.peak_tflops
     assert None not in (device.memory_gib, device.memory_gb_per_s, peaks.bf16, peaks.fp32)
+
+
+@pytest.mark.slow
+def test_counts_of_the_stream_simulator_give_the_planned_seconds():
+    counted, planned = gpu_model.traced_prediction("hybrid")
+    seconds = planned.seconds
+    # The fused attention of the trace computes its scores again in backward.
+    assert seconds.compute < counted.compute < 1.02 * seconds.compute
+    assert counted.shard == pytest.approx(seconds.shard, rel=0.005)
+    assert counted.replicate == pytest.approx(seconds.replicate, rel=1e-6)
+    assert counted.update == pytest.approx(seconds.update, rel=0.02)
+    assert counted.total == pytest.approx(seconds.total, rel=0.005)
+
+
+@pytest.mark.slow
+def test_published_throughput_outside_of_the_fit_is_predicted():
+    (row,) = [row for row in gpu_model.ROWS if row.name == "8B, 64 A100"]
+    assert abs(gpu_model.compare(row).error) <= gpu_model.TOLERANCE

@@ -49,7 +49,7 @@ class PublishedRow(NamedTuple):
     words: tuple[str, ...]
     nodes: int
     tokens_per_s: float  # of one GPU
-    batch: int = 2  # samples of the global batch per GPU
+    batch: float = 2  # samples of the global batch per GPU
 
 
 # torchtitan: benchmarks/llama3_h100_202412_torchtitan.md. fms-fsdp: its README. The README does not name the network of its A100 nodes;
@@ -88,7 +88,7 @@ def compare(row: PublishedRow) -> ComparedRow:
             "precision=bf16",
             "plan.verify=false",
             f"cluster.nodes={row.nodes}",
-            f"train.global_batch_size={row.batch * ranks}",
+            f"train.global_batch_size={round(row.batch * ranks)}",
         ]
     )
     assert composition is not None
