@@ -145,7 +145,7 @@ def test_sigkill_of_all_ranks_keeps_every_published_checkpoint(ranks, tmp_path):
 
 
 @pytest.mark.soak
-def test_two_hundred_kills(ranks, tmp_path):
+def test_two_hundred_kills_keep_a_complete_checkpoint(ranks, tmp_path):
     rounds = int(os.environ.get("PARALLEL2D_KILLS", "200"))
     seed = int(os.environ.get("PARALLEL2D_SEED", "2"))
     results = kill_while_saving(ranks, tmp_path, seed=seed, rounds=rounds)

@@ -85,7 +85,7 @@ def test_coming_from_python_cells_run(ranks, origin):
         assert len(set(checked)) == len([begin for other, begin, _ in CHECKS if other == origin])
 
 
-def test_python_that_starts_and_ends_the_process_group():
+def test_coming_from_cells_with_setup_and_teardown_run():
     """Runs without a pool, because this process has no process group."""
     for row in PYTHON:
         if "setup(" in row.code[0]:

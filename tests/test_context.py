@@ -235,7 +235,7 @@ def test_run_resumes_with_other_context_sizes(ranks, tmp_path):
     assert losses["other"] == pytest.approx(losses["same"], abs=1e-10)
 
 
-def test_sizes_of_the_axis():
+def test_context_axis_size_and_placement_are_checked():
     hosts = Topology.equal_hosts(2, 8)
     shape = MeshSpec(context=4).resolve("hybrid", hosts)
     assert (shape.replicate, shape.shard, shape.context, shape.data_ranks) == (2, 2, 4, 4)

@@ -107,7 +107,7 @@ def targets_of(model: str, documents: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["rows", "table", "folder"])
-def test_ids_and_targets_equal_the_templates_in_the_library(tmp_path, model, form):
+def test_chat_ids_and_targets_equal_apply_chat_template(tmp_path, model, form):
     path = write(tmp_path / "chat.jsonl", ROWS)
     if form == "folder":
         from parallel2d.data import main
@@ -133,7 +133,7 @@ def test_ids_and_targets_equal_the_templates_in_the_library(tmp_path, model, for
     ]
 
 
-def test_targets_without_marks_are_the_differences_of_beginnings(tmp_path, model):
+def test_template_without_generation_blocks_gives_targets_from_renderings(tmp_path, model):
     template = tmp_path / "plain.jinja"
     template.write_text(PLAIN)
     found = stored(model, write(tmp_path / "chat.jsonl", ROWS[1:]), chat_template=str(template))
@@ -176,7 +176,7 @@ def test_missing_templates_and_other_files_are_refused(tmp_path):
         stored("bytes", tmp_path / "chat.txt")
 
 
-def test_another_template_is_another_folder_of_the_cache(tmp_path, model):
+def test_changed_chat_template_prepares_a_new_cache_folder(tmp_path, model):
     path, template = write(tmp_path / "chat.jsonl", ROWS[1:]), tmp_path / "plain.jinja"
     template.write_text(PLAIN)
     first = stored(model, path)
@@ -186,7 +186,7 @@ def test_another_template_is_another_folder_of_the_cache(tmp_path, model):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "zero3", "ddp", "hybrid_full"])
-def test_layouts_and_resumed_runs_have_the_losses_of_one_process(ranks, folder, model, strategy):
+def test_chat_losses_equal_one_process_on_layouts_and_after_resume(ranks, folder, model, strategy):
     rows = example("chat").conversations()
     write(folder / "chat.jsonl", rows)
     words = ["model=hf", f"model.path={model}", "data=chat", "data.path=chat.jsonl"]

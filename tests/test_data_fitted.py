@@ -41,7 +41,7 @@ def fitted(folder, **options):
     return open_data(config, seq_len=SEQ, seed=0).train
 
 
-def test_rows_hold_whole_documents_once_with_little_padding(tmp_path):
+def test_fitted_rows_hold_complete_documents_once_with_little_padding(tmp_path):
     texts = write_rows(tmp_path)
     stream = fitted(tmp_path)
     batch = stream.read(list(range(len(stream))))
@@ -65,7 +65,7 @@ def test_rows_hold_whole_documents_once_with_little_padding(tmp_path):
     assert padding < 0.02
 
 
-def test_ranks_share_a_batch_by_work(tmp_path):
+def test_rows_are_balanced_over_ranks_by_estimated_flops(tmp_path):
     write_rows(tmp_path)
     stream = fitted(tmp_path)
     stream.weigh(2)
@@ -108,7 +108,7 @@ def test_contradicting_keys_are_refused(words, message):
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero3", "ddp", "hybrid_full")),
     ],
 )
-def test_losses_and_batches_are_those_of_one_process_on_any_mesh(ranks, folder, strategy):
+def test_losses_and_batches_equal_one_process_on_any_mesh(ranks, folder, strategy):
     write_rows(folder)
     words = [*WORDS, "train.global_batch_size=8", "train.micro_batch_size=1"]
     ranks.run(1, jobs.run, str(folder), str(folder / "alone"), [*words, "strategy=ddp"], 6)
@@ -123,7 +123,7 @@ def test_losses_and_batches_are_those_of_one_process_on_any_mesh(ranks, folder, 
         assert 0 <= row["data/padding"] < 0.1
 
 
-def test_documents_in_a_row_do_not_see_each_other(tmp_path):
+def test_documents_of_a_row_do_not_attend_to_each_other(tmp_path):
     """The gradient of packed rows is that of each document alone."""
     from training import build_llama, loss_of_logits
 

@@ -147,7 +147,7 @@ def test_a_mixture_is_read_in_proportion_and_resumed():
     assert targets(again, 30 * BATCH, 10, ranks=4) == whole[30:]
 
 
-def test_the_feed_goes_back_and_forth_between_positions():
+def test_feed_restarts_at_earlier_and_later_positions():
     stream = opened(shuffle_buffer=32)
     with feeding(stream, plan(BATCH)) as feed:
         hashes = [feed.next().sample_hash for _ in range(20)]
@@ -183,7 +183,7 @@ def test_iterables_that_cannot_be_resumed_are_refused(options, message):
     assert message in str(error.value)
 
 
-def test_a_lane_without_samples_is_named_and_notes_are_checked():
+def test_lane_without_samples_is_named_and_saved_positions_are_checked():
     stream = opened(
         target="test_data_iterables:unreadable", arguments={"kind": "late"}, shuffle_buffer=2
     )
@@ -267,7 +267,7 @@ def test_streamed_data_sets_of_the_library_resume_from_their_state():
 
 
 @SLOW
-def test_survivors_read_the_lanes_of_a_lost_replica(tmp_path, monkeypatch):
+def test_survivors_read_the_lanes_of_a_failed_replica(tmp_path, monkeypatch):
     import test_replicas
 
     def command(folder, *words):

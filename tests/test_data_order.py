@@ -62,7 +62,7 @@ def test_order_does_not_depend_on_how_positions_are_grouped() -> None:
     assert together.tolist() == one_by_one
 
 
-def test_order_looks_random() -> None:
+def test_sample_order_passes_statistical_tests_of_randomness() -> None:
     """Chi-squared over (block of positions, block of indices), and the mean distance of neighbours."""
     size, blocks = 1 << 16, 16
     for seed in range(4):

@@ -137,7 +137,7 @@ def join(*ranks: tuple[int, str]) -> list[subprocess.CompletedProcess[str]]:
     return done
 
 
-def test_each_task_uses_the_one_device_that_it_sees():
+def test_task_with_one_visible_device_uses_it():
     for done in join((0, "GPU-a"), (1, "GPU-b")):
         assert done.returncode == 0, done.stderr
         assert done.stdout.split()[:1] == ["toy:0"]

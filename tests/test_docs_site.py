@@ -36,13 +36,13 @@ def site(tmp_path_factory):
 
 # Question -> words of its answer, in the section that the first page links.
 QUESTIONS = {
-    "Which layout should I take?": "python -m parallel2d.plan",
+    "Which layout should I use?": "python -m parallel2d.plan",
     "Why was my mesh refused?": "mesh.allow_cross_node=true",
     "How do I use my own model?": "model=custom model.target=package.module:factory",
     "How do I use my own loop?": "build_mesh(strategy=",
-    "How do I resume on fewer nodes?": "launch.nnodes=2:4",
+    "How do I continue on fewer nodes?": "launch.nnodes=2:4",
     "What happens when a node dies?": "the others continue without its replicas",
-    "How many bytes leave a node?": "1.5048",
+    "How many bytes does a node send?": "1.5048",
     "What does hybrid_full cost?": "costs no more bytes than hybrid",
     "How do I export to Hugging Face?": "--to hf writes the folder that from_pretrained takes",
     "How do I run a sweep?": "-m optimizer.lr=1e-3,1e-2",
@@ -95,7 +95,7 @@ def test_every_page_is_built_and_linked_from_the_first(site):
 
 @pytest.mark.extras("sphinx", "myst_parser", "furo")
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_is_answered_with_one_click(site, question):
+def test_each_question_of_the_first_page_links_to_its_answer(site, question):
     rows = re.findall(r"<tr.*?</tr>", body_of(site, "index.html"), re.DOTALL)
     (row,) = [row for row in rows if question in text_of(row)]
     answers = []

@@ -421,7 +421,7 @@ AS_ON_TWO_NODES = ["launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2"
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ON_TWO_NODES)
-def test_many_faults_of_methods_that_keep_state(tmp_path, communicator, name):
+def test_repeated_faults_keep_losses_of_stateful_sync_methods(tmp_path, communicator, name):
     method = ON_TWO_NODES[name]
     faults = ["kill_worker", "stop_worker", "short_partition", "long_partition"] * 5
     alone = [*method, *AS_ON_TWO_NODES]
@@ -435,7 +435,7 @@ KINDS = (
 
 
 @pytest.mark.soak
-def test_many_faults_at_random_moments(tmp_path, communicator):
+def test_repeated_faults_at_random_times_keep_losses(tmp_path, communicator):
     each = int(os.environ.get("PARALLEL2D_FAULTS", "20"))
     seed = int(os.environ.get("PARALLEL2D_SEED", str(random.randrange(10**6))))
     print(f"\nPARALLEL2D_SEED={seed}")

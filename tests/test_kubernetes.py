@@ -14,7 +14,7 @@ FILE = Path(__file__).parent.parent / "tools" / "kubernetes" / "job.yaml"
 
 @pytest.mark.extras("kubernetes_validate")
 @pytest.mark.parametrize("version", ["1.31", "1.36"])
-def test_the_job_follows_the_schema_and_the_configuration(version):
+def test_kubernetes_job_follows_the_schema_and_the_configuration(version):
     import kubernetes_validate
 
     service, job = yaml.safe_load_all(FILE.read_text())

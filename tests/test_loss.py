@@ -25,7 +25,7 @@ def case(dtype, rows=37, vocab=11):
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("chunk", [1, 100, 10**9])
-def test_equals_torchs_cross_entropy(dtype, tolerance, chunk):
+def test_cross_entropy_sum_equals_torch(dtype, tolerance, chunk):
     logits, targets = case(dtype)
     with loss_chunks(chunk):
         ours = cross_entropy_sum(logits, targets)
@@ -43,7 +43,7 @@ def test_equals_torchs_cross_entropy(dtype, tolerance, chunk):
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
-def test_gradient_is_the_derivative(z_loss):
+def test_cross_entropy_gradient_equals_the_derivative(z_loss):
     logits, targets = case(torch.float64, rows=5, vocab=4)
     assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, targets, z_loss), (logits,))
 
@@ -75,7 +75,7 @@ def test_only_one_chunk_is_held_in_full_precision():
     assert largest < rows * vocab * 4  # a copy in fp32 would be this large
 
 
-def test_chunks_on_a_gpu_are_few():
+def test_loss_uses_few_chunks_on_a_gpu():
     """A micro-batch of 16,384 tokens and a vocabulary of 128,256: each chunk costs about 16 kernel
     launches.
     """

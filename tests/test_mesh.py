@@ -83,7 +83,7 @@ def test_impossible_mesh_sizes_give_one_error_with_possible_sizes(strategy, host
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_hosts_stay_together_whatever_the_order_of_ranks():
+def test_hosts_stay_together_for_any_order_of_ranks():
     topology = Topology(("a", "b", "a", "b"))
     shape = MeshSpec().resolve("hybrid", topology)
     assert shape.place(topology).squeeze(3).squeeze(2).tolist() == [[0, 2], [1, 3]]
@@ -131,7 +131,7 @@ def _axes(host_ids):
     return mesh.mesh_dim_names, mesh.mesh.tolist(), data_coordinate(mesh), len(set(topology.hosts))
 
 
-def test_ranks_are_asked_for_their_hosts(ranks):
+def test_topology_is_gathered_from_the_ranks(ranks):
     assert ranks.run(4, _axes, None)[0] == (("replicate", "shard"), [[0, 1], [2, 3]], 0, 1)
     answers = ranks.run(4, _axes, ["x", "y", "x", "y"])
     assert answers[0][1] == [[0, 2], [1, 3]]

@@ -45,7 +45,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_goodput_names_where_the_wall_time_went(clock):
+def test_goodput_divides_wall_time_by_cause(clock):
     ledger = Goodput()
     ledger.add({"step_s": 5.0}, first=True)
     ledger.add(

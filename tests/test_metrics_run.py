@@ -194,7 +194,7 @@ def agreements_of_each_step(folder, run_dir):  # noqa: F811
     return counts
 
 
-def test_ranks_agree_once_per_step(ranks, folder):  # noqa: F811
+def test_loop_has_one_status_all_reduce_per_step(ranks, folder):  # noqa: F811
     # Before the first one on the number of its tokens, too
     found = ranks.run(2, agreements_of_each_step, str(folder), str(folder / "run"))
     assert found == [[2, 1, 1, 0]] * 2

@@ -202,7 +202,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_refused(ranks, mistake):
+def test_mistake_in_a_script_is_refused(ranks, mistake):
     world, function, argument, told = REFUSED[mistake]
     with pytest.raises(WorkerError, match=told) as error:
         ranks.run(world, function, argument)

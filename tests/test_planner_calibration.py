@@ -73,7 +73,7 @@ def test_cluster_file_is_validated_like_overrides(tmp_path):
             compose([f"cluster={path}"])
 
 
-def test_a_fit_finds_latency_and_bandwidth():
+def test_fit_of_measurements_gives_latency_and_bandwidth():
     found = fit_link(samples(2e-4, 1e8))
     assert found.latency_s == pytest.approx(2e-4)
     assert found.bytes_per_s == pytest.approx(1e8)

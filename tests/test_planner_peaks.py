@@ -125,7 +125,7 @@ PEAKS = {
 }
 
 
-def test_the_predicted_peak_is_the_traced_one():
+def test_predicted_peak_is_near_the_traced_peak():
     cost, error = error_of(*MODELS["llama"], *LAYOUTS["zero3, one micro-batch, bf16"])
     assert -0.005 < error < 0.04
     assert sum(cost.predicted.by_kind.values()) == cost.predicted.peak
@@ -133,7 +133,7 @@ def test_the_predicted_peak_is_the_traced_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", PEAKS)
-def test_the_predicted_peak_of_other_models_and_layouts(model):
+def test_predicted_peak_is_near_the_traced_peak_of_other_models(model):
     layouts, least, most = PEAKS[model]
     for layout in layouts:
         _, error = error_of(*MODELS[model], *LAYOUTS[layout])
@@ -142,13 +142,13 @@ def test_the_predicted_peak_of_other_models_and_layouts(model):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_predicted_peak_of_every_layout(layout):
+def test_predicted_peak_is_near_the_traced_peak_on_every_layout(layout):
     _, error = error_of(*MODELS["llama"], *LAYOUTS[layout])
     assert -0.005 < error < 0.04
 
 
 @pytest.mark.slow
-def test_the_loss_in_chunks_lowers_the_predicted_peak():
+def test_chunked_loss_lowers_the_predicted_peak():
     words = (*MODELS["llama, large vocabulary"], "strategy=ddp", "train.micro_batch_size=8")
     peaks = []
     for chunk in ("null", "64"):

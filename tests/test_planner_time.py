@@ -165,7 +165,7 @@ def test_accumulation_mode_sets_the_number_of_reductions():
     assert step_seconds(groups, schedule(8), update=0).replicate == pytest.approx(once)
 
 
-def test_the_tensor_axis_is_never_hidden():
+def test_tensor_parallel_communication_is_always_exposed():
     plain = step_seconds([group()] * 3, schedule(4), update=0)
     found = step_seconds([group()] * 3, schedule(4, tensor=0.5), update=0)
     assert found.total == pytest.approx(plain.total + 2)

@@ -125,7 +125,7 @@ def test_a_slow_rank_is_named():
     ]
 
 
-def test_the_digest_sees_one_changed_line(tmp_path, monkeypatch):
+def test_code_digest_changes_with_one_line(tmp_path, monkeypatch):
     before = code_digest()
     copy = copy_of_the_package(tmp_path)
     assert (copy / "models" / "llama.py").is_file()
@@ -316,7 +316,7 @@ def ends_of(cluster: Cluster, nodes: int, folder: Path, *words: str) -> list[int
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_CLUSTER is not None, reason=str(NO_CLUSTER))
-def test_a_broken_cluster_is_described_node_by_node(tmp_path):
+def test_report_of_a_broken_cluster_lists_each_node(tmp_path):
     """Four machines: other code on node1, a separate run dir on node2, a slow cable at node3; then
     a firewall.
     """

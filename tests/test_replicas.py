@@ -249,7 +249,7 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, comm
 
 
 @pytest.mark.slow
-def test_stopped_rank_delays_the_others_until_the_heartbeat_timeout(tmp_path, communicator):
+def test_stopped_rank_delays_other_ranks_until_the_heartbeat_timeout(tmp_path, communicator):
     """A rank that continues before the timeout stays in the quorum. Without it the others continue
     after the timeout, and its replica rejoins.
     """
@@ -391,7 +391,7 @@ def test_ranks_killed_at_random_keep_the_losses(tmp_path, communicator, strategy
         assert used[-1][1] <= used[0][1] + 100, seed
 
 
-def test_limits_of_losing_a_replica_are_found_at_the_start():
+def test_jobs_that_cannot_continue_after_a_replica_failure_are_found_at_start():
     def policy(*words, device="cpu", launcher="nodes", **variables):
         config = compose(["launch.max_restarts=1", "strategy=hybrid", *words]).config
         identity = RankIdentity(0, 8, 0, 0, 2, launcher)

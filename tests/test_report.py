@@ -202,7 +202,7 @@ def test_failed_and_joining_replicas_are_events(tmp_path):
     ]
 
 
-def test_report_shows_one_mean_everywhere(tmp_path):
+def test_report_and_figures_show_equal_means(tmp_path):
     seconds = [0.1] * 9 + [1.1]
     rows = [
         {"step": n, "loss": 1.0, "time/step_s": s, "throughput/tokens_per_s": 100 / s}
@@ -323,7 +323,7 @@ PRESS = (
 
 
 @pytest.mark.extras("plotly")
-def test_a_page_loads_nothing_and_fits_a_screen(folder, tmp_path):
+def test_report_page_has_no_external_resources_and_fits_a_screen(folder, tmp_path):
     chromium = find_chromium()
     if chromium is None:
         pytest.skip("needs a chromium to look at the report with: apt-get install chromium")

@@ -219,7 +219,7 @@ def test_rare_columns_survive_thinning(tmp_path):
 
 
 @pytest.mark.extras("plotly")
-def test_page_of_rows_with_only_a_step(tmp_path):
+def test_report_page_is_built_from_rows_with_only_a_step(tmp_path):
     run = write_run(tmp_path / "run", [segment(1, 1, FOUR)], [{"step": 1}, {"step": 2}])
     assert "Training loss" in page([read_run(str(run))])
 

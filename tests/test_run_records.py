@@ -206,7 +206,7 @@ def test_time_between_two_starts_is_not_lost_time(restarted, begun_ago, lost):
     assert found["goodput/wall_s"] == pytest.approx(4 + lost, abs=5)
 
 
-def test_starts_on_one_layout_are_one_row(tmp_path):
+def test_starts_on_one_layout_share_a_report_row(tmp_path):
     for finished, host in ((0, "a"), (2, "b")):
         accept(job_in(tmp_path, certified=True), {**LAYOUT, "hosts": [host] * 4}, finished)
     write_rows(tmp_path)

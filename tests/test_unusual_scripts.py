@@ -246,9 +246,9 @@ def _computed_alike(strategy):
 
 CHANGES = (
     "0 changes an argument in place, which sharded modules cannot",
-    "0 changes an argument in place, and activation_checkpointing computes it again",
+    "0 changes an argument in place, and activation_checkpointing recomputes it",
     "0 calls _foreach_add_.List, which has wrong gradients with activation_checkpointing=selective",
-    "blocks.0 puts tensors into the SimpleNamespace that it was given, and activation_checkpointing",
+    "blocks.0 stores tensors in its SimpleNamespace argument, and activation_checkpointing",
 )
 
 

@@ -21,15 +21,15 @@ class Topology:
     def gather(cls, host_id: str | None = None) -> Topology:
         """Return the topology of the default process group, gathered from its ranks. Collective.
 
-        Inside `exchange.among` only its ranks take part, and the others have no host.
+        Inside `exchange.among` only the ranks of this context take part; other ranks have no host.
 
         Args:
             host_id: identity of the host of this rank, equal for two ranks if and only if traffic
                 between them stays inside one machine. Default: host name and network namespace.
-                Containers and namespaces on one kernel count as different hosts, as their traffic
-                does. The boot id is not used, because they share it.
+                Containers and network namespaces on one kernel count as different hosts, because
+                traffic between them uses the network. The boot id would be equal for them.
         """
-        # Imported here because they import torch, which a launcher does not need.
+        # Imported here, because these modules import torch, which a launcher does not need.
         import torch.distributed as dist
 
         from parallel2d.base.exchange import all_gather, group_of_members, members

@@ -123,11 +123,12 @@ class FSDPGroup:
     def on_forward(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at each forward of the group that autograd records.
 
-        The forward may begin in any method of the modules; module hooks see only ``forward``.
+        The forward may start in any method of the modules. Module hooks would run only for
+        ``forward``.
         """
         register = self._group._register_post_backward_hook
 
-        # FSDP calls this once at the begin of a forward, also for a group of several modules.
+        # FSDP calls this once at the start of a forward, also for a group of several modules.
         def registered(args: Any, kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return register(args, kwargs)

@@ -111,18 +111,18 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             objects.append(each)
     before = list(map(version_of, given)), list(map(_tensors_of, objects))
     output = forward(*args, **kwargs)
-    # Torch finds this in the backward pass, and not for arguments that are given by name.
+    # Torch reports such a change only in the backward pass, and not for keyword arguments.
     if before[0] != list(map(version_of, given)):
         raise RuntimeError(
-            f"{name} changes an argument in place, and activation_checkpointing computes it again "
-            "from its arguments: change a copy (x = x + y in the place of x += y)"
+            f"{name} changes an argument in place, and activation_checkpointing recomputes it from "
+            "its arguments; change a copy (x = x + y instead of x += y)"
         )
     for each, earlier in zip(objects, before[1], strict=True):
         if list(map(id, earlier)) != list(map(id, _tensors_of(each))):
             raise RuntimeError(
-                f"{name} puts tensors into the {type(each).__name__} that it was given, and "
-                "activation_checkpointing computes it again from its arguments: call the model "
-                "without it (for a cache of keys and values: use_cache=False)"
+                f"{name} stores tensors in its {type(each).__name__} argument, and "
+                "activation_checkpointing recomputes it from its arguments; call the model "
+                "without this argument (for a cache of keys and values: use_cache=False)"
             )
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _KeepingMode):
@@ -131,7 +131,7 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
-    """Return the tensors in an object, in its containers and in their objects; not of modules."""
+    """Return the tensors in an object, and in nested containers and objects, except modules."""
     if isinstance(value, Tensor):
         return [value]
     inner: Any = ()

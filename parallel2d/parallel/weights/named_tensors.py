@@ -142,7 +142,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 @torch.no_grad()  # but not inside
 def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Set the first tensor of each pair to the values of the second inside, then restore it.
+    """Inside the context, the first tensor of each pair has the values of the second tensor.
 
     Memory: a copy of the first tensors.
     """

@@ -65,10 +65,10 @@ class ChatTemplate:
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     def parts(self, row: Any) -> Parts:
-        """Return the text of a row in parts, with True for the assistant's.
+        """Return the text of a row in parts, each with True if the assistant has written it.
 
-        Raises ValueError with the reason for a row that is not a conversation, for one that the
-        template refuses, and where the template hides which text is the assistant's.
+        Raises ValueError with the reason if the row is not a conversation, if the template refuses
+        it, or if the template does not show the text of the assistant.
         """
         messages, tools = _conversation(row)
         whole, spans = self._render(messages, tools)

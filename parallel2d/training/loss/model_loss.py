@@ -200,8 +200,9 @@ class ModelLoss:
         return wide * batch.valid_tokens
 
     def compare_head(self, model: nn.Module, batch: Batch) -> None:
-        """Run the checks of the first forward outside of any step: compare the loss in chunks with
-        the plain loss, and ``model`` on slices of sequences with itself. Collective.
+        """Run the checks of the first forward, outside of any step. They compare the chunked loss
+        with the plain loss, and ``model`` on slices of sequences with ``model`` on full sequences.
+        Collective.
         """
         if self.chunked_head is not None:
             assert batch.targets is not None, "logits have targets"

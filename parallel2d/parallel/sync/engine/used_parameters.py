@@ -181,8 +181,8 @@ class UsedParameters:
         """Return fp64 [3 * (replicas + 1 + buffers)]: rows of one, a hash and its square.
 
         The rows are the collectives of each replica (only this replica's row is set), the number of
-        updates, and each buffer that is compared in this step. Hashes are equal if the sum of their
-        squares equals the sum for equal numbers.
+        updates, and each buffer that is compared in this step. After the all-reduce, the three sums
+        show if all hashes of a row are equal: only then the variance is zero.
         """
         hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate + 1))
         digests = torch.zeros(self._shape.replicate + 1 + len(hashes), 3, dtype=torch.float64)

@@ -125,7 +125,7 @@ def _arguments_of(config: Any) -> dict[str, Any]:
 
 
 def llama_arguments(layout: Any) -> dict[str, Any]:
-    """Find the Llama's arguments in the facts of a checkpoint; empty without any."""
+    """Return the arguments of the Llama in the ``layout`` of a checkpoint; empty if it has none."""
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
