@@ -184,6 +184,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
     outcome = StepOutcome(
         joins=False,
         preempted_ranks=[],
+        ready_ranks=set(),
         store_ends=False,
         loss=1.0,
         grad_norm=1.0,

@@ -41,13 +41,28 @@ from parallel2d.base.replicas import Quorum
 plain = Quorum.link
 def held(self, joiner):
     send, end = plain(self, joiner), time.monotonic() + 60
-    def slowly(tensor):
+    def slowly(tensor, root=0):
         open("gets-" + os.environ["RANK"], "w").close()
         while not os.path.exists("go") and time.monotonic() < end:
             time.sleep(0.02)
-        return send(tensor)
+        return send(tensor, root)
     return send and slowly
 Quorum.link = held
+"""
+
+
+# The state comes in many units, each of which takes some time. Notes them by rank.
+STREAMED = """
+import os
+from parallel2d.training import state_transfer
+state_transfer.SMALL_BYTES, state_transfer.UNIT_BYTES = 0, 2**14
+read = state_transfer._Unit.read
+def slowly(self):
+    with open("sent-" + os.environ["RANK"], "a") as file:
+        file.write("unit ")
+    time.sleep(0.005)
+    return read(self)
+state_transfer._Unit.read = slowly
 """
 
 
@@ -246,6 +261,49 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, comm
             jobs.wait_for(lambda before=before, present=present: present in counts()[before:])
         jobs.wait_for(lambda: last_row(tmp_path)[1] == 3)
     assert differs(tmp_path, *words) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("victims", "words"),
+    [
+        ((), ("strategy=ddp", "train.ema=0.9")),
+        pytest.param((0,), ("strategy=ddp", *MUON), marks=pytest.mark.slow),
+        pytest.param((2,), ("strategy=ddp",), marks=pytest.mark.slow),
+        pytest.param((), ("strategy=hybrid", "train.ema=0.9", *MUON), marks=pytest.mark.slow),
+        pytest.param((0,), ("strategy=hybrid", "train.ema=0.9"), marks=pytest.mark.slow),
+    ],
+    ids=["ema", "donor, muon", "joining", "hybrid, muon", "hybrid, donor"],
+)
+def test_others_train_while_the_state_streams(tmp_path, communicator, victims, words):
+    """A replica receives its state during several steps. Meanwhile its donor or the replica itself
+    may fail; the history equals one process.
+    """
+    replicas = 3 if victims else 2
+    shards = 2 if "strategy=hybrid" in words else 1
+    more = ["launch.max_restarts=30", f"launch.nproc_per_node={replicas * shards}"]
+    words = ["train.global_batch_size=12", "sync.compare_every=1", "train.validate_every=5", *words]
+    if shards == 2:
+        more += ["mesh.shard=2"]
+    last = replicas * shards - 1
+
+    def sent():
+        return sum(len(path.read_text().split()) for path in tmp_path.glob("sent-*"))
+
+    with training(tmp_path, *words, *more, hooks=SLOWLY + STREAMED) as job:
+        jobs.wait_for(lambda: last_row(tmp_path) > (5, replicas - 1))
+        kill(job, last)
+        jobs.wait_for(lambda: sent() > 5)
+        for victim in victims:
+            before = len(rows_so_far(tmp_path))
+            kill(job, victim)
+            jobs.wait_for(lambda at=before: len(rows_so_far(tmp_path)) > at + 3)
+        jobs.wait_for(lambda: last_row(tmp_path)[1] == replicas)
+        step, _ = last_row(tmp_path)
+        jobs.wait_for(lambda: last_row(tmp_path)[0] > step + 5)
+    assert differs(tmp_path, *words) < 1e-10
+    rows = jobs.rows(tmp_path / "run")
+    partly = [row["replicas/present"] < replicas for row in rows]
+    assert sum(partly) > 10, "the others have trained meanwhile"
 
 
 @pytest.mark.slow

@@ -22,15 +22,13 @@ from parallel2d.training.progress import StepOutcome
 class Assignment:
     """The part of this rank in the global batch of a step."""
 
-    current: BatchPlan
-    """The part in this global batch. If ``computes`` is False, the part of another replica, which
-    has the same number of micro-batches."""
-    later: BatchPlan
-    """The part in all later global batches."""
+    plan: BatchPlan
+    """Its part of each global batch; the part of another replica if this replica computes
+    nothing."""
     data_ranks: int
     """Number of data ranks whose gradients are averaged."""
     computes: bool = True
-    """False if this replica receives the state in this step. Its gradients are zeros then."""
+    """False while this replica receives the state; its gradients are zeros."""
     received: Mapping[str, Any] | None = None
     """The values of `Trainer.shared_state` that this replica has received and must load."""
     rolled_back: Mapping[str, Any] | None = None
@@ -66,14 +64,15 @@ def assign(
 class FixedQuorum:
     """The quorum of a job in which no replica may fail: the same in every step."""
 
-    needs_all = False
+    needs_all = is_ready = False
+    lost_s = 0.0
 
     def __init__(self, plan: BatchPlan, data_ranks: int) -> None:
-        self._assignment = Assignment(plan, plan, data_ranks)
+        self._assignment = Assignment(plan, data_ranks)
 
     @property
     def plan(self) -> BatchPlan:
-        return self._assignment.later
+        return self._assignment.plan
 
     def start(self, stop_requested: Callable[[], bool], warm_up: Callable[[], None]) -> None:
         pass

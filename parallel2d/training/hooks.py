@@ -26,7 +26,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, HookError, nearest_matches
 from parallel2d.base.exchange import all_gather
-from parallel2d.base.replicas import first_rank
+from parallel2d.base.replicas import first_rank, is_joining
 from parallel2d.parallel.sync import outer_parameters
 from parallel2d.parallel.weights.named_tensors import undisturbed
 from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
@@ -226,7 +226,8 @@ class HookCalls:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)
         # Metrics are sent as pairs, so that any string may be the name of one.
-        own = [list(self._metrics.items()), self._save, self._stop, saved, self._error]
+        measured = [] if is_joining() else list(self._metrics.items())  # without the state
+        own = [measured, self._save, self._stop, saved, self._error]
         given, saves, stops, are_saved, errors = zip(*all_gather(own), strict=True)
         self._metrics = {}
         self._given_by = {}

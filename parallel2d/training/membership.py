@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,9 @@ class StepQuorum:
         quorum: the live replicas.
         shared_state: returns `Trainer.shared_state`.
         on_lead: called when this rank becomes the leader.
+
+    Attributes:
+        lost_s: the lost seconds of this step: failed attempts, and waits for joining replicas.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class StepQuorum:
         self._lost_since = time.perf_counter()
         self._joins = False  # a replica waits to join
         self._leaving: set[int] = set()  # replicas that leave before the next step
-        self._has_joined = False  # a replica has joined before the last step
+        self.lost_s = 0.0
+        self._step_began = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
 
     @property
@@ -83,12 +87,21 @@ class StepQuorum:
 
     @property
     def plan(self) -> BatchPlan:
-        """The part of this rank in each global batch, which the live replicas divide. A joining
-        replica without the state warms up with its part among all replicas."""
-        if not self._quorum.has_state:
+        """The part of this rank in each global batch that the live replicas divide; the part of
+        another replica if this replica computes nothing. Until it has joined, a rejoining replica
+        warms up with its part among all replicas."""
+        if self._quorum.state is ReplicaState.MISSING:
             return self._plan
         self._planned = self._quorum.epoch
-        return self._part_among(self._quorum.members, self._quorum.own)
+        computing, own = self._computing, self._quorum.own
+        own = own if own in computing else min(computing)
+        return assign(self._plan, computing, own, self._shards, self._shard)
+
+    @property
+    def _computing(self) -> list[Member]:
+        """The replicas that divide the global batches: those with the state."""
+        joined = self._quorum.joined
+        return [each for each in self._quorum.members if each not in joined]
 
     def start(self, stop_requested: Callable[[], bool], warm_up: Callable[[], None]) -> None:
         """Allow replicas to fail. Called before the first step, after everything is built.
@@ -123,6 +136,9 @@ class StepQuorum:
         """Form the quorum of the next or repeated step, and assign the parts of its global batch.
         Replicas join and leave here. In a leaving replica this call ends the process."""
         quorum = self._quorum
+        begin = time.perf_counter()
+        if not self._repeats:
+            self._step_began, self.lost_s = begin, 0.0
         received = rolled_back = None
         note = ""
         while quorum.state is ReplicaState.MISSING:
@@ -130,22 +146,30 @@ class StepQuorum:
                 rolled_back, note = self._roll_back()
             else:
                 received = self._join()
-        if quorum.has_state and not self._repeats:
-            self._change_members()
-        self._repeats = False
+        admitted = False
+        if received is None and not self._repeats:
+            admitted = self._change_members()
         self.lead()
         if quorum.epoch != self._assigned:
             self._follow_members()
-            self._send_state()
-        # A replica without the state computes no part of this batch, and a part of later batches.
-        computing = set(quorum.members) - set(quorum.joined)
-        computes = quorum.own in computing
-        current = self._part_among(computing, quorum.own if computes else min(computing))
-        later = self._part_among(quorum.members, quorum.own)
+            state = {**self._shared_state(), "totals": self._totals}
+            self._senders = start_senders(
+                self._model, self._optimizer, quorum, quorum.joined, state
+            )
+        if received is None or not received["forward_crosses"]:
+            self._start_transfers(received or self._shared_state())
+        now = time.perf_counter()
+        if self._repeats or rolled_back is not None:
+            self.lost_s = now - self._step_began
+        elif admitted:
+            self.lost_s = now - begin
+            self._totals[keys.REPLICAS_LOST_S] += now - max(begin, self._lost_since)
+            self._lost_since = now
+        self._repeats = False
         quorum.start_step()
         self._buffers.keep()
         return Assignment(
-            current, later, self._data_ranks, computes, received, rolled_back, note=note
+            self.plan, self._data_ranks, quorum.has_state, received, rolled_back, note=note
         )
 
     def should_commit(self, status: Tensor) -> bool:
@@ -157,11 +181,15 @@ class StepQuorum:
         """
         quorum, begin = self._quorum, time.perf_counter()
         if not quorum.is_complete(status):
-            if self._receiver is not None or quorum.needs_all:
+            if quorum.needs_all:
                 self.lose_state()
                 return False
-            self._finish_sending()
+            quorum.give_up()
+            self._finish_transfers()
             is_committed, seconds = quorum.should_commit(status), 0.0
+            if is_committed and self._misses_state:
+                self.lose_state()
+                return False
             self.lead()
             if not is_committed:
                 self._discard_gradients()
@@ -176,20 +204,31 @@ class StepQuorum:
             how = "committed" if is_committed else "recomputed"
             self._log(f"step {self._step + 1} {how} after {seconds:.2f} s")
             return is_committed
-        return self._finish_transfers() and quorum.should_commit(status)
+        seconds = self._finish_transfers()
+        if self._misses_state:
+            self.lose_state()
+            return False
+        self.lost_s += seconds
+        self._totals[keys.REPLICAS_LOST_S] += seconds
+        return quorum.should_commit(status)
 
     def finish_step(self, outcome: StepOutcome) -> bool:
         """Plan the changes of members after a committed step. True if a rank was asked to stop and
         all replicas must save and stop with it: too few replicas would remain, or the store would
         end with the node of this rank."""
         self._lost_since = time.perf_counter()
+        ready = []
+        for each in self._quorum.joined:
+            if outcome.ready_ranks.issuperset(self._quorum.ranks[each[0]]):
+                ready.append(each)
+        self._complete_joins(ready, self._step + 2)
         self._joins = outcome.joins
         asked = set(outcome.preempted_ranks)
         self._leaving = set()
         for number, _ in self._quorum.members:
             if asked.intersection(self._quorum.ranks[number]):
                 self._leaving.add(number)
-        remaining = len(self._quorum.members) - len(self._leaving)
+        remaining = len(set(self._quorum.complete_replicas) - self._leaving)
         if outcome.store_ends or remaining < self._least:
             self._leaving = set()
         return bool(asked) and not self._leaving
@@ -197,10 +236,13 @@ class StepQuorum:
     def lose_state(self) -> None:
         """Leave the step. This replica needs a state before its next step."""
         self._quorum.lose_state()
-        if self._receiver is not None:
-            self._receiver.finish()
-            self._receiver = None
+        self._receiver = None
         self._discard_gradients()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if this replica will have the state after this step, and contributes afterwards."""
+        return self._receiver is not None and self._receiver.is_last_step
 
     def repeats_evaluation(self) -> bool:
         """True if the quorum has changed between the last `plan` and the last all-reduce over all
@@ -216,40 +258,34 @@ class StepQuorum:
 
     def metrics(self) -> dict[str, float]:
         """Return the values for a row of metrics."""
-        return {keys.REPLICAS: len(self._quorum.members), **self._totals}
+        return {keys.REPLICAS: len(self._quorum.complete_replicas), **self._totals}
 
     # Changes of members
 
-    def _change_members(self) -> None:
-        """Change the members of the quorum between two steps."""
+    def _change_members(self) -> bool:
+        """Let replicas join and leave between two steps. True if replicas have joined."""
         quorum, joins, leaving = self._quorum, self._joins, self._leaving
         self._joins, self._leaving = False, set()
         if quorum.replica in leaving:
             quorum.leave(self._requeue_exit_code)
-        if self._has_joined:
-            self._log(f"training from step {self._step}")
-        self._has_joined = joins and not leaving
-        if self._has_joined:
+        admits = joins and not leaving
+        if admits:
             self._admit()
         elif leaving:
-            self._regroup(admit=False)
+            quorum.regroup(admit=False)
             self._log(f"{sorted(leaving)} stopped on request; training from step {self._step + 1}")
         elif quorum.epoch != self._assigned:  # a replica failed between two steps
             self._count_lost()
             self._log(f"training from step {self._step + 1}")
         self._wait_for_enough()
+        return admits
 
     def _admit(self, least: int = 1) -> None:
         """Form a quorum of at least ``least`` replicas with the waiting replicas."""
         outer = outer_sync(self._model)
         if outer is not None:
             outer.receive()
-        self._regroup(admit=True, least=least)
-        self._totals[keys.REPLICAS_JOINED] += len(self._quorum.joined)
-
-    def _regroup(self, *, admit: bool, least: int = 1) -> None:
-        self._finish_sending()
-        self._quorum.regroup(admit=admit, least=least)
+        self._quorum.regroup(admit=True, least=least)
 
     def _wait_for_enough(self) -> float:
         """Wait for ``launch.min_replicas``, and return the lost seconds. A request to stop ends the
@@ -279,9 +315,6 @@ class StepQuorum:
         feedback.scale(data_ranks / self._data_ranks)
         self._data_ranks = data_ranks
 
-    def _part_among(self, members: Collection[Member], own: Member) -> BatchPlan:
-        return assign(self._plan, members, own, self._shards, self._shard)
-
     def _roll_back(self) -> tuple[dict[str, Any], str]:
         """Wait for all replicas, and load the newest checkpoint as after a restart; see
         [Note: in-memory checkpoints]. Return the state of the checkpoint and a line for the log.
@@ -307,60 +340,75 @@ class StepQuorum:
         self._totals[keys.REPLICAS_JOINED] += len(quorum.joined)
         self._totals[keys.REPEATED_SAMPLES] += (before - step) * self._plan.global_batch_size
         self._totals = broadcast(self._totals)
-        quorum.complete_join()
+        quorum.complete_join(quorum.members)
         self._assigned = quorum.epoch
         return state, f"replicas   rolled back from step {before} to {step} after {seconds:.2f} s"
 
     # A joining replica, and its donor
 
     def _join(self) -> dict[str, Any] | None:
-        """Join the quorum, and receive the state during the next step. Return the values of
-        `Trainer.shared_state`, or None if the donor failed."""
+        """Become a member, which receives the state in this step and the next ones. Returns the
+        values of `Trainer.shared_state`; None if the replica still has no state."""
         quorum = self._quorum
         quorum.regroup(admit=True)
         self._receiver = Receiver(self._model, self._optimizer, quorum)
         manifest = self._receiver.begin()
         if not quorum.vote(manifest is not None):
-            if manifest is None:
-                self._receiver = None  # it has nothing to finish
             self.lose_state()
             return None
         assert manifest is not None, "on all ranks of the replica"
         state = manifest.state
         self._totals = state["totals"]
         self._checkpointer.follow(state["step"])
-        # The forward passes of the replicas exchange values. Therefore this replica must compute in
-        # its first step, and needs the state before.
-        if state["forward_crosses"] and not self._finish_transfers():
-            return None
+        if state["forward_crosses"]:
+            self._receiver.start_step()
+            self._finish_transfers()
+            if not self._receiver.is_complete:
+                self.lose_state()
+                return None
+            self._complete_joins(quorum.joined, state["step"] + 1)
         return state
 
-    def _send_state(self) -> None:
-        """If this replica is the donor, start to send the state to the joined replicas."""
-        state = {**self._shared_state(), "totals": self._totals}
-        self._senders += start_senders(self._model, self._optimizer, self._quorum, state)
-        if state["forward_crosses"] and self._receiver is None:
+    def _start_transfers(self, state: Mapping[str, Any]) -> None:
+        """Start the transfers of this step. If forward passes exchange values with all replicas,
+        the joined replicas must compute too: they receive everything now."""
+        joined, crosses = self._quorum.joined, state["forward_crosses"]
+        for sender in self._senders:
+            sender.start_step(everything=crosses)
+        if self._receiver is not None:
+            self._receiver.start_step()
+        if joined and crosses:
             self._finish_transfers()
+            self._complete_joins(joined, state["step"] + 1)
 
-    def _finish_sending(self) -> None:
-        """End the quorum, and wait until its transfers have ended, successfully or not."""
-        self._quorum.give_up()
+    def _finish_transfers(self) -> float:
+        """End the transfers of this step. The state may change afterwards. Returns the seconds of
+        waiting. Collective over the ranks of this replica."""
+        seconds = 0.0
         for sender in self._senders:
-            sender.finish()
-        self._senders = []
+            seconds += sender.finish_step()
+            if line := sender.progress():
+                self._recorder.log(line)
+        if self._receiver is not None:
+            self._receiver.finish_step()
+        return seconds
 
-    def _finish_transfers(self) -> bool:
-        """Wait until the joined replicas have the state. False if this replica joins and has not
-        received the state. Collective over the ranks of this replica."""
-        for sender in self._senders:
-            sender.finish()
-        self._senders = []
-        if self._receiver is not None and not self._quorum.vote(self._receiver.finish()):
-            self.lose_state()
-            return False
-        self._receiver = None
-        self._quorum.complete_join()
-        return True
+    @property
+    def _misses_state(self) -> bool:
+        """True if the others count this replica as complete, and a part of its state is missing."""
+        receiver = self._receiver
+        return receiver is not None and receiver.is_last_step and not receiver.is_complete
+
+    def _complete_joins(self, ready: Collection[Member], step: int) -> None:
+        """Count the replicas ``ready``, which have the state, as contributors from ``step`` on."""
+        if not ready:
+            return
+        self._totals[keys.REPLICAS_JOINED] += len(ready)
+        self._senders = [each for each in self._senders if each.joiner not in ready]
+        if self._quorum.own in ready:
+            self._receiver = None
+        self._quorum.complete_join(ready)
+        self._log(f"training from step {step}")
 
     def _discard_gradients(self) -> None:
         discard_accumulated(self._model)
@@ -372,5 +420,5 @@ class StepQuorum:
         return step
 
     def _log(self, event: str) -> None:
-        live, count = self._quorum.live_replicas, len(self._quorum.ranks)
+        live, count = self._quorum.complete_replicas, len(self._quorum.ranks)
         self._recorder.log(f"replicas   {event} with {len(live)} of {count} replicas; live: {live}")

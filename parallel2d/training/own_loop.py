@@ -168,11 +168,14 @@ class Replicas:
             quorum.regroup(admit=True)
             receiver = Receiver(self._model, self._optimizer, quorum)
             manifest = receiver.begin()
-            if quorum.vote(manifest is not None and receiver.finish()):
-                break
+            if quorum.vote(manifest is not None):
+                receiver.start_step()
+                receiver.finish_step()
+                if receiver.is_complete:
+                    break
             quorum.lose_state()
         assert manifest is not None
-        quorum.complete_join()
+        quorum.complete_join(quorum.joined)
         self._step = quorum.committed_step = manifest.step
         self._data_ranks = self.data_ranks
         self._load_state(manifest.state["own"])
@@ -182,6 +185,9 @@ class Replicas:
             outer.receive()
         quorum.regroup(admit=True)
         state = {"step": self._step, "own": self._state()}
-        for sender in start_senders(self._model, self._optimizer, quorum, state):
-            sender.finish()
-        quorum.complete_join()
+        senders = start_senders(self._model, self._optimizer, quorum, quorum.joined, state)
+        for sender in senders:
+            sender.start_step(everything=True)
+        for sender in senders:
+            sender.finish_step()
+        quorum.complete_join(quorum.joined)

@@ -75,6 +75,7 @@ class StepOutcome:
     save_is_due: bool  # by the clock of some rank, in addition to the interval in steps
     joins: bool  # a replica waits to join
     preempted_ranks: list[int]  # the preempted ranks
+    ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
     store_ends: bool  # one of them is on the node with the store of the other nodes
     ranks: list[RankReport]  # measurements in the previous step, by rank
 

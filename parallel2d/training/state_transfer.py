@@ -1,35 +1,52 @@
 """The transfer of the state to a joining replica, rank by rank (`Sender`, `Receiver`), and the
 buffers that a repeated step restores (`KeptBuffers`).
 
-[Note: join without a wait] The joining replica is a member from the start of a step, and receives
-the state during this step. It computes no part of this global batch: its gradients are zeros in the
-reductions, and its ``.grad`` is then the mean over the other replicas. Parameters, EMA weights and
-optimizer state do not change before the update, so a thread of the donor sends them without a copy
-during the step. Forward passes may write to buffers, which are therefore sent after the last
-forward. Before the update, donor and joining replica wait for the end of the transfer. Then all
-replicas, including the joining replica, compute the same update.
+[Note: nobody waits for a replica that joins] The joining replica is a member from the start of a
+step. Until it has the state, it computes no part of the global batches: its gradients in the
+reductions are zeros, and afterwards its ``.grad`` is the mean of the other replicas. It runs the
+same optimizer updates as they do. First it receives the state that is not streamed, such as step
+counts. Then the donor streams the tensors of each parameter (values, EMA, optimizer state) in
+*units*, during forward and backward, when they do not change. The joining replica writes a unit
+before its next update. From then on each update keeps the unit equal to the donor's. Therefore the
+donor stops before each update, wherever the stream is, and no other replica waits.
 
-If forward passes have collectives across replicas, the joining replica must take part in them. In
-this case it receives the state before the step, and all replicas wait.
+The elements of a parameter are divided into several units if the optimizer updates each element
+independently. Matrices of Muon are complete in one unit. Other optimizers may combine parameters,
+and with ``sync=diloco`` the replicas differ: there all of the state comes before the stream, and
+the others wait for it. So does a state of less than `SMALL_BYTES`.
+
+The joining replica sends its position in the stream at the start of each step, so any replica can
+continue after the donor has failed. All units that were complete before are still valid. Forward
+passes may write to buffers, which therefore follow the units, after the forward of the last step.
+
+If forward passes have collectives across replicas, the joining replica must take part in them. It
+then receives the complete state before the step, and all replicas wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from parallel2d.base.device import current_stream, new_copy_stream, on_stream
 from parallel2d.base.exchange import decode, encode
-from parallel2d.base.files.tensor_file import bytes_of
+from parallel2d.base.files.tensor_file import DTYPE_NAMES, bytes_of
 from parallel2d.base.replicas import Quorum
 from parallel2d.base.replicas.events import Member
 from parallel2d.base.store.address import in_thread
+from parallel2d.parallel.parallelize.optimizer_hooks import ELEMENTWISE
+from parallel2d.parallel.sync.updates import outer_sync
+from parallel2d.parallel.weights.geometry import Region, local_part
 from parallel2d.parallel.weights.named_tensors import (
     describe_optimizer,
     masters_were_loaded,
-    model_tensors,
+    parameters_by_name,
     reshard,
     spread_state,
     tied_names,
@@ -41,8 +58,9 @@ from parallel2d.training.checkpoint.local_state import (
     local_parts,
     pack,
 )
-from parallel2d.training.checkpoint.manifest import Manifest, StoredFile
+from parallel2d.training.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from parallel2d.training.checkpoint.state import (
+    buffer_names,
     load_ema,
     load_model,
     load_optimizer,
@@ -50,119 +68,330 @@ from parallel2d.training.checkpoint.state import (
     replica_tensors,
     saved_tensors,
 )
+from parallel2d.training.optimizer.muon import MUON, Muon
+
+UNIT_BYTES = 2**18  # of one rank: 10 ms at 200 Mbit/s
+SMALL_BYTES = 2**22  # of all ranks of a replica
+# During reductions over the replicas, the stream pauses after a unit for so many times its seconds:
+# most of the bandwidth is for the gradients.
+_PAUSE = 3
+_LOG_EVERY_S = 10.0
+_END, _UNIT, _BUFFERS = range(3)  # the next message of a session
+
+
+class _Unit(NamedTuple):
+    """Equal fractions of the local parts of some tensors."""
+
+    parts: Sequence[Tensor]
+    number: int
+    total: int  # number of units of these tensors
+
+    def read(self) -> Tensor:
+        """Return the values as bytes on CPU."""
+        found = []
+        for part in self.parts:
+            found.append(bytes_of(part.view(-1)[self._range(part)]))
+        return torch.cat(found).cpu()
+
+    def write(self, data: Tensor) -> None:
+        """Set the values from bytes on CPU."""
+        for part, values in zip(self.parts, data.split(self._sizes), strict=True):
+            # A copy, because the bytes of wider dtypes must be aligned.
+            part.view(-1)[self._range(part)].copy_(values.clone().view(part.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        sizes = []
+        for part in self.parts:
+            elements = self._range(part)
+            sizes.append((elements.stop - elements.start) * part.element_size())
+        return sizes
+
+    def _range(self, part: Tensor) -> slice:
+        size = part.numel()
+        return slice(size * self.number // self.total, size * (self.number + 1) // self.total)
+
+
+class _State:
+    """The state of this rank as donor and joining replica divide it. Equal on both, apart from the
+    values.
+
+    Attributes:
+        tensors: all tensors, by name.
+        units: the stream.
+        nbytes: of the stream, of all ranks of a replica.
+        later: the names of the tensors that come in units or after them.
+        buffers: the tensors that come after the units.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
+        reshard(model)
+        spread_state(optimizer)
+        self.tensors = tensors = saved_tensors(model, optimizer)
+        # Of the state that each replica has for itself, a joining replica takes the optimizer's.
+        own = replica_tensors(model, optimizer)
+        tensors |= {name: own[name] for name in own if "/optimizer/" in name}
+        self.later = {f"model/{name}" for name in buffer_names(model)}
+        self.buffers = [local_part(tensors[name].detach()) for name in sorted(self.later)]
+        self.units: list[_Unit] = []
+        streamed = _streamed(model, optimizer, tensors)
+        self.nbytes = 0
+        for names, is_elementwise in streamed:
+            size = _size(tensors, names)
+            count = max(1, size // (UNIT_BYTES * ranks)) if is_elementwise else 1
+            parts = []
+            for name in names:
+                parts.append(local_part(tensors[name].detach()))
+            self.units += [_Unit(parts, number, count) for number in range(count)]
+            self.later.update(names)
+            self.nbytes += size
+
+
+def _streamed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> list[tuple[list[str], bool]]:
+    """Return the names of the tensors of each streamed parameter, and True if the optimizer updates
+    its elements independently."""
+    is_muon = type(optimizer) is Muon
+    if outer_sync(model) is not None or not (is_muon or type(optimizer) in ELEMENTWISE):
+        return []
+    matrices: set[int] = set()
+    for group in optimizer.param_groups:
+        if group.get("algorithm") == MUON:
+            matrices.update(map(id, group["params"]))
+    found: dict[str, list[str]] = {}
+    for name, parameter in parameters_by_name(model).items():
+        if parameter.ndim:
+            found[name] = []
+    for name, tensor in tensors.items():
+        parameter_name = name.rpartition("/")[2]
+        if tensor.ndim and parameter_name in found:
+            found[parameter_name].append(name)
+    if sum(_size(tensors, names) for names in found.values()) < SMALL_BYTES:
+        return []
+    streamed: list[tuple[list[str], bool]] = []
+    parameters = parameters_by_name(model)
+    for parameter_name, names in found.items():
+        parts = [local_part(tensors[name].detach()) for name in names]
+        # Only the elements of contiguous tensors have an order in memory.
+        if all(part.is_contiguous() for part in parts):
+            streamed.append((names, id(parameters[parameter_name]) not in matrices))
+    return streamed
+
+
+def _size(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
+    """Return the bytes of tensors, unsharded."""
+    return sum(tensors[name].numel() * tensors[name].element_size() for name in names)
 
 
 class Sender:
-    """Sends the state of this rank to the rank at the same position of replica ``joiner``. The
-    transfer starts in the constructor and ends in `finish`. ``state``: the shared values of a
-    checkpoint, including ``step``."""
+    """Sends the state of this rank to its peer of ``joiner``. ``state``: the plain values that come
+    first, with the ``step``."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        replicas: Quorum,
+        quorum: Quorum,
         joiner: Member,
         state: dict[str, Any],
     ) -> None:
-        self._replicas, self._joiner = replicas, joiner
-        reshard(model)
-        spread_state(optimizer)
-        tensors = saved_tensors(model, optimizer)
-        # Of the tensors that differ between replicas, only optimizer states are sent.
-        own = replica_tensors(model, optimizer)
-        tensors |= {name: own[name] for name in own if "/optimizer/" in name}
-        self._tensors = tensors
-        described, blocks = pack(local_parts(tensors))
-        self._blocks = list(map(bytes_of, blocks))
-        # The first block is the header. Each tensor with values on this rank is one further block.
-        held = []
-        for name, each in described.items():
-            if each.chunks:
-                held.append(name)
-        ids = set(map(id, model.buffers()))
-        self._buffers = [at for at, name in enumerate(held, 1) if id(tensors[name]) in ids]
-        self._manifest = Manifest(
-            step=state["step"],
-            state=state,
-            optimizer=describe_optimizer(model, optimizer),
-            tied=tied_names(model),
-            tensors=described,
-            files={STATE: StoredFile(sum(block.numel() for block in self._blocks), "")},
+        self._model, self._optimizer, self._quorum = model, optimizer, quorum
+        self.joiner, self._values = joiner, state
+        self._send: Any = None
+        self._stop = threading.Event()
+        self._position = 0
+        self._since: tuple[float, int] | None = None  # time and position of the first session
+        self._logged_at = time.monotonic()
+
+    def start_step(self, *, everything: bool = False) -> None:
+        """Start a session: send units until `finish_step`, or with ``everything`` all of them."""
+        self._state = _State(self._model, self._optimizer, _ranks_of(self._quorum))
+        self._stop.clear()
+        first, described = {}, {}
+        for name, tensor in self._state.tensors.items():
+            if name not in self._state.later:
+                first[name] = tensor
+            described[name] = StoredTensor(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), ())
+        stored, packed = pack(local_parts(first))
+        blocks = list(map(bytes_of, packed))
+        manifest = Manifest(
+            step=self._values["step"],
+            state=self._values,
+            optimizer=describe_optimizer(self._model, self._optimizer),
+            tied=tied_names(self._model),
+            tensors=described | stored,
+            files={STATE: StoredFile(sum(block.numel() for block in blocks), "")},
         )
-        self._sent = in_thread(self._send_first)
+        stream = _copy_stream(self._state)
+        self._session = in_thread(lambda: self._run(manifest, blocks, everything, stream))
 
-    def _send_first(self) -> bool:
-        """Send all tensors except the buffers. False if a replica fails first."""
-        self._send = send = self._replicas.link(self._joiner)
-        sizes = []
-        for block in self._blocks:
-            sizes.append(block.numel())
-        data = as_bytes(encode([self._manifest, sizes, self._buffers]).encode())
-        first, _ = _divided(self._blocks, self._buffers)
-        return all(map(send, [torch.tensor([len(data)]), data, *first]))
+    def finish_step(self) -> float:
+        """End the session, after the last forward. The state may change afterwards. Return the
+        seconds of waiting."""
+        begin = time.perf_counter()
+        self._stop.set()
+        self._session.result()
+        return time.perf_counter() - begin
 
-    def finish(self) -> None:
-        """Send the buffers, and wait for the end of the transfer. Afterwards the parameters may
-        change."""
-        if self._sent.result():
-            # Packed again: the first `pack` has copied the values of non-contiguous buffers.
-            _, last = _divided(pack(local_parts(self._tensors))[1], self._buffers)
-            last = list(map(bytes_of, last))
-            # A last message confirms that the receiver has read all tensors before they change.
-            all(map(self._send, [*last, torch.ones(1)]))
+    def progress(self) -> str:
+        """Return a line for the log if one is due, otherwise an empty string."""
+        now, state = time.monotonic(), self._state
+        if self._since is None:
+            self._since = now, self._position
+        if now - self._logged_at < _LOG_EVERY_S or not state.units:
+            return ""
+        self._logged_at = now
+        share, (begin, first) = state.nbytes / len(state.units) / 2**20, self._since
+        rate = (self._position - first) * share / max(now - begin, 1e-9)
+        percent = 100 * self._position // len(state.units)
+        return (
+            f"replica {self.joiner[0]}: {percent} % of the state received "
+            f"({self._position * share:.0f} MiB, {rate:.0f} MiB/s)"
+        )
+
+    def _run(self, manifest: Manifest, blocks: list[Tensor], everything: bool, stream: Any) -> None:
+        if self._send is None:
+            self._send = self._quorum.link(self.joiner)
+        send, units, stop = self._send, self._state.units, self._stop
+        at = torch.zeros(1, dtype=torch.int64)
+        if not send(at, 1):
+            return
+        with _copies(stream):
+            if at < 0:
+                sizes = [block.numel() for block in blocks]
+                data = as_bytes(encode([manifest, sizes, sorted(self._state.later)]).encode())
+                if not all(map(send, [torch.tensor([len(data)]), data])) or not all(
+                    send(block.cpu()) for block in blocks
+                ):
+                    return
+            first = self._position = max(int(at), 0)
+            begun = self._quorum.begun
+            while self._position < len(units):
+                if stop.is_set() and self._position > first and not everything:
+                    break
+                begin = time.monotonic()
+                data = units[self._position].read()
+                if not send(_message(_UNIT)) or (len(data) and not send(data)):
+                    return
+                self._position += 1
+                if self._quorum.begun != begun:
+                    stop.wait(_PAUSE * (time.monotonic() - begin))
+            stop.wait()
+            if self._position < len(units) or (self._position > first and not everything):
+                send(_message(_END))
+                return
+            buffers = filter(Tensor.numel, self._state.buffers)
+            all(map(send, [_message(_BUFFERS), *(bytes_of(each).cpu() for each in buffers)]))
+
+
+class _First(LocalState):
+    """The tensors that come first. Loading leaves the others as they are."""
+
+    def __init__(self, manifest: Manifest, data: Tensor, later: set[str]) -> None:
+        super().__init__(manifest, data, "the state of another replica")
+        self._later = later
+
+    def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
+        if name not in self._later:
+            super().copy_into(name, region, destination)
 
 
 class Receiver:
-    """Receives the state of the donor. The transfer starts in `begin` and ends in `finish`."""
+    """Receives the state of a peer: `begin`, then `start_step` and `finish_step` in each step until
+    `is_complete`."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Quorum
-    ) -> None:
-        self._model, self._optimizer, self._replicas = model, optimizer, replicas
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, quorum: Quorum) -> None:
+        self._model, self._optimizer, self._quorum = model, optimizer, quorum
+        self._epoch, self._send = -1, lambda *_: False
+        # Number of received units, plus one after the buffers
+        self._position = self._total = -1
+        self._has_begun = self._is_last_step = False
+        self._session: Any = None
+
+    @property
+    def is_last_step(self) -> bool:
+        """True if only buffers are missing at the start of this step."""
+        return self._is_last_step
+
+    @property
+    def is_complete(self) -> bool:
+        """True if this replica has the state of the donor, which the next update may change."""
+        return self._position > self._total
 
     def begin(self) -> Manifest | None:
-        """Receive the manifest and return it, and receive the tensors in a thread. None if the
-        donor fails first."""
-        self._send = send = self._replicas.link(self._replicas.own)
-        length = torch.zeros(1, dtype=torch.int64)
-        if not send(length):
+        """Receive the tensors and values that come first. None if the donor is lost."""
+        self._connect()
+        send, length = self._send, torch.zeros(1, dtype=torch.int64)
+        if not send(torch.tensor([-1]), 1) or not send(length):
             return None
         data = torch.empty(int(length), dtype=torch.uint8)
         if not send(data):
             return None
-        manifest, sizes, buffers = decode(data.numpy().tobytes())
-        # Zeros, because `load_model` reads the buffers before they are received.
-        data = torch.zeros(sum(sizes), dtype=torch.uint8)
-        self._first, self._last = _divided(data.split(sizes), buffers)
-        self._peer = LocalState(manifest, data, "the state of another replica")
-        self._loaded = in_thread(self._load_first)
-        return self._peer.manifest
-
-    def _load_first(self) -> bool:
-        """Receive and load all tensors except the buffers. No other thread accesses these tensors,
-        because this replica runs no forward pass meanwhile."""
-        model, optimizer = self._model, self._optimizer
-        if not all(map(self._send, self._first)):
-            return False
-        load_model(model, self._peer)
-        load_optimizer(model, optimizer, self._peer)
+        manifest, sizes, later = decode(data.numpy().tobytes())
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        if not all(map(send, data.split(sizes))):
+            return None
+        model, optimizer, first = self._model, self._optimizer, _First(manifest, data, set(later))
+        load_model(model, first)
+        load_optimizer(model, optimizer, first)
         masters_were_loaded(model)
-        load_ema(model, self._peer, restart=False)
-        load_replica_state(model, self._peer)
-        return True
+        load_ema(model, first, restart=False)
+        load_replica_state(model, first)
+        self._position = 0
+        self._has_begun = True
+        return manifest
 
-    def finish(self) -> bool:
-        """Receive the buffers, and wait for the end of the transfer. False if the donor fails
-        first."""
-        rest = [*self._last, torch.ones(1)]
-        if not self._loaded.result() or not all(map(self._send, rest)):
-            return False
-        buffers = set(map(id, self._model.buffers()))
-        for name, tensor in model_tensors(self._model).items():
-            if id(tensor) in buffers:
-                self._peer.fill(tensor, f"model/{name}")
-        return True
+    def start_step(self) -> None:
+        """Start a session: write units until the donor ends it. Nothing else reads or writes them
+        meanwhile, because this replica runs no forward pass."""
+        state = _State(self._model, self._optimizer, _ranks_of(self._quorum))
+        self._total = len(state.units)
+        self._position = min(self._position, self._total)
+        self._is_last_step = self._position == self._total
+        continues, self._has_begun = not self._has_begun, False
+        stream = _copy_stream(state)
+        self._session = in_thread(lambda: self._run(state, continues, stream))
+
+    def finish_step(self) -> None:
+        """Wait for the end of the session. Collective over the ranks of this replica, which all
+        continue from the first unit that one of them is missing."""
+        if self._session is not None:
+            self._session.result()
+            self._session = None
+        self._position = int(self._quorum.least(self._position))
+
+    def _connect(self) -> None:
+        if self._epoch != self._quorum.epoch:
+            self._epoch, self._send = self._quorum.epoch, self._quorum.link(self._quorum.own)
+
+    @torch.no_grad()
+    def _run(self, state: _State, continues: bool, stream: Any) -> None:
+        self._connect()
+        send, message = self._send, _message(_END)
+        if continues and not send(torch.tensor([self._position]), 1):
+            return
+        with _copies(stream):
+            while send(message) and message == _UNIT:
+                unit = state.units[self._position]
+                data = torch.empty(unit.nbytes, dtype=torch.uint8)
+                if len(data) and not send(data):
+                    return
+                unit.write(data)
+                self._position += 1
+            if message == _BUFFERS and self._position == self._total:
+                for buffer in filter(Tensor.numel, state.buffers):
+                    values = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    if not send(bytes_of(values)):
+                        return
+                    buffer.copy_(values)
+                self._position += 1
+        if stream is not None:
+            stream.synchronize()
 
 
 class KeptBuffers:
@@ -199,21 +428,37 @@ class KeptBuffers:
 
 
 def start_senders(
-    model: nn.Module, optimizer: torch.optim.Optimizer, replicas: Quorum, state: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    quorum: Quorum,
+    joiners: Sequence[Member],
+    state: dict[str, Any],
 ) -> list[Sender]:
-    """Start a `Sender` for each joined replica if this replica is the donor. Return the senders."""
-    joined = replicas.joined if replicas.replica == replicas.donor else []
-    senders: list[Sender] = []
-    for joiner in joined:
-        senders.append(Sender(model, optimizer, replicas, joiner, state))
+    """Return a sender for each of ``joiners`` if this replica is their donor."""
+    senders = []
+    for joiner in joiners if quorum.replica == quorum.donor else ():
+        senders.append(Sender(model, optimizer, quorum, joiner, state))
     return senders
 
 
-def _divided(blocks: Sequence[Tensor], last: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Divide ``blocks`` into the blocks at other positions, and those at the positions ``last``."""
-    is_last = set(last)
-    first = []
-    for at, block in enumerate(blocks):
-        if at not in is_last:
-            first.append(block)
-    return first, [blocks[at] for at in last]
+def _ranks_of(quorum: Quorum) -> int:
+    return len(quorum.ranks[quorum.replica])
+
+
+def _message(kind: int) -> Tensor:
+    return torch.tensor([kind])
+
+
+def _copies(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Run copies between host and device on ``stream`` inside the context."""
+    return nullcontext() if stream is None else on_stream(stream.device.type, stream)
+
+
+def _copy_stream(state: _State) -> torch.Stream | None:
+    """Return a stream that follows the updates of ``state`` so far; None on CPU."""
+    device_type = next(iter(state.tensors.values())).device.type
+    if device_type == "cpu":
+        return None
+    stream = new_copy_stream(device_type)
+    stream.wait_stream(current_stream(device_type))
+    return stream

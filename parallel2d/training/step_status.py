@@ -48,6 +48,7 @@ class RankStatus:
     upcoming_tokens: int  # valid tokens of its part of the next global batch
     stop_requested: bool
     save_is_due: bool
+    is_ready: bool  # the rank contributes to the next step, for the first time
     report: RankReport
 
 
@@ -112,7 +113,8 @@ class StepStatus:
         counts = [own.tokens, own.sample_hash, own.upcoming_tokens]
         first = [*about, *wishes, *(count * self.counts for count in counts)]
         # Each rank fills another row, so the sum contains the reports of all ranks.
-        report = torch.tensor([own.stop_requested, *own.report.floats()], dtype=torch.float64)
+        row = [own.stop_requested, own.is_ready, *own.report.floats()]
+        report = torch.tensor(row, dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
         nothing = torch.zeros(0, dtype=torch.float64)
@@ -163,10 +165,12 @@ class StepStatus:
         norms = (squares.sqrt() / loss_scale).tolist()
         live_replicas = live_ranks / self._ranks_of_replica if len(norms) > 1 else 1.0
         by_rank = rows.view(dist.get_world_size(), -1).tolist()
-        asked = []
+        asked, ready = [], set()
         for rank, row in enumerate(by_rank):
             if row[0]:
                 asked.append(rank)
+            if row[1]:
+                ready.add(rank)
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
             grad_norm=sum(norms) / live_replicas if finite else math.nan,
@@ -179,7 +183,8 @@ class StepStatus:
             save_is_due=wishes[0].item() > 0,
             joins=about[1].item() > 0,
             preempted_ranks=asked,
+            ready_ranks=ready,
             store_ends=wishes[1].item() > 0,
-            ranks=[own.report.with_floats(row[1:]) for row in by_rank],
+            ranks=[own.report.with_floats(row[2:]) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)

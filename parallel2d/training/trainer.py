@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas import ReplicaLost, crossings
+from parallel2d.base.replicas import ReplicaLost, crossings, is_joining
 from parallel2d.parallel.gradients import scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
@@ -167,7 +167,6 @@ class Trainer(TrainerParts):
         `RunTakenOver` on rank 0.
         """
         begin, busy = time.perf_counter(), time.process_time()
-        attempt = begin
         self.clock.start()
         assignment = self._form_quorum(feed)
         self.recorder.start_step(self.progress.step + 1)
@@ -182,12 +181,11 @@ class Trainer(TrainerParts):
             is_last = step >= self.config.train.steps
             following = None if is_last else self.take(feed)
             self.clock.mark("data_s")
-            own = self._own_status(summed, batch, following)
+            own = self._own_status(summed, batch, following if assignment.computes else None)
             status = self._status.all_reduce(step, own)
             if self.quorum.should_commit(status):
                 break
             assignment = self._form_quorum(feed)
-            attempt = time.perf_counter()
             batch = self._read_part(assignment, feed, again=True)
         self.clock.mark("sync_s")
         scale = self.scaler.scale
@@ -237,7 +235,7 @@ class Trainer(TrainerParts):
             seconds,
             validation,
             last=last or self.preempted,
-            lost_s=attempt - begin,
+            lost_s=self.quorum.lost_s,
             given={**keys.of_batch(batch.metrics), **agreed.metrics, **self.quorum.metrics()},
         )
         if row is not None:
@@ -284,9 +282,13 @@ class Trainer(TrainerParts):
                 return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _validation_sums(self, stream: SampleStream) -> Tensor:
-        """Return the loss and the number of tokens of this rank's part, fp64."""
-        feed = BatchFeed(stream, self.quorum.plan, self.device)
+        """Return the loss and the number of tokens of this rank's part, fp64; zeros in a replica
+        that has not received its state yet."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
+        plan = self.quorum.plan
+        if is_joining():
+            return sums
+        feed = BatchFeed(stream, plan, self.device)
         try:
             with undisturbed(self.model):
                 for _ in range(self.config.train.validate_batches):
@@ -414,7 +416,7 @@ class Trainer(TrainerParts):
         if (state := assignment.rolled_back) is not None:
             self.load_state_dict(dict(state))
             self.recorder.go_back(self.progress.step)
-            feed.restart(assignment.current, self.progress.samples)
+            feed.restart(assignment.plan, self.progress.samples)
             self.begin(feed)
         if assignment.note:
             self.quorum.lead()
@@ -426,10 +428,11 @@ class Trainer(TrainerParts):
         ``again``: ``feed`` has passed this global batch already."""
         if assignment.computes:
             prepared = None if again else self.upcoming
-            position = self.progress.samples
-            return feed.part(assignment.current, assignment.later, position, prepared)
+            return feed.part(assignment.plan, self.progress.samples, prepared)
+        # The later batches are read too: finite data end in the same step on all ranks.
         batch = self._no_batch()
-        feed.restart(assignment.later, batch.position)
+        if again or assignment.received or assignment.plan.share != feed.plan.share:
+            feed.restart(assignment.plan, batch.position)
         return batch
 
     def _no_batch(self) -> StepBatch:
@@ -443,7 +446,7 @@ class Trainer(TrainerParts):
         if assignment.computes:
             return self.forward_backward(batch, self.upcoming_tokens)
         is_full = self.config.sync.during_accumulation == "full"
-        reduce_zeros(self.model, assignment.current.accumulation if is_full else 1)
+        reduce_zeros(self.model, assignment.plan.accumulation if is_full else 1)
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _warm_up(self) -> None:
@@ -460,6 +463,7 @@ class Trainer(TrainerParts):
             upcoming_tokens=following.valid_tokens if following else 0,
             stop_requested=self.callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
+            is_ready=self.quorum.is_ready,
             report=self._measured,
         )
 

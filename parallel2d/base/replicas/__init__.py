@@ -59,6 +59,16 @@ def is_present(rank: int) -> bool:
     return not _current or rank in _current[0].live_ranks
 
 
+def ranks_with_state() -> list[int] | None:
+    """Return the live ranks with the complete state; None if no replica may fail."""
+    if not _current:
+        return None
+    found: list[int] = []
+    for number in _current[0].complete_replicas:
+        found += _current[0].ranks[number]
+    return found
+
+
 def absent_ranks() -> int:
     """Return the number of ranks of failed replicas."""
     return sum(map(len, _current[0].ranks)) - len(_current[0].live_ranks) if _current else 0

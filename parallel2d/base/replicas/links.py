@@ -147,21 +147,22 @@ class Links:
         has_ended = self._poll(lambda: not thread.is_alive(), epoch)
         return found[0] if has_ended and found else None
 
-    def pair(
-        self, store: Any, rank: int, timeout: timedelta, epoch: int
-    ) -> Callable[[Tensor], bool]:
-        """Connect two ranks. Return a function that sends a tensor from ``rank`` 0 to ``rank`` 1,
-        and returns False if quorum ``epoch`` ends first."""
+    def pair(self, store: Any, rank: int, timeout: timedelta, epoch: int) -> Callable[..., bool]:
+        """Connect two ranks, 0 and 1. Return a function ``send(tensor, root=0)``, which sends a
+        tensor from rank ``root`` to the other rank and returns False if quorum ``epoch`` loses a
+        replica first."""
         gloo = Gloo()
         connect = functools.partial(connected_gloo, store, rank, 2, timeout)
         connected = self.in_thread(connect, epoch) if self.may_fail else connect()
         if connected is None:
-            return lambda _: False
+            return lambda *_: False
         gloo.use(connected)
         link = Link("", gloo, timeout)
 
-        def send(tensor: Tensor) -> bool:
-            collective = self.begin(link, epoch, "broadcast", [tensor], dist.BroadcastOptions())
+        def send(tensor: Tensor, root: int = 0) -> bool:
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            collective = self.begin(link, epoch, "broadcast", [tensor], options)
             return self.finish(collective, epoch)
 
         return send
@@ -195,10 +196,10 @@ class Hierarchy:
             self._inside.broadcast([each], dist.BroadcastOptions()).wait()
         return bool(has_result.item())
 
-    def vote(self, is_well: bool) -> bool:
-        """True if ``is_well`` on all ranks of this replica. Collective over them."""
-        vote = torch.tensor([float(is_well)])
+    def least(self, value: float) -> float:
+        """Return the least ``value`` of the ranks of this replica. Collective over them."""
+        least = torch.tensor([value], dtype=torch.float64)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        self._inside.allreduce([vote], options).wait()
-        return bool(vote.item())
+        self._inside.allreduce([least], options).wait()
+        return least.item()

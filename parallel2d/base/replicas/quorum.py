@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -41,8 +41,8 @@ class Quorum:
         ranks: the ranks of each replica; a single replica until `divide`.
         replica: number of the replica of this rank.
         place: position of this rank in its replica.
-        members: the live replicas, from the oldest to the newest member.
-        joined: members of this quorum that have no state yet.
+        members: the live replicas, from the longest to the shortest membership.
+        joined: members of this quorum without the complete state.
         donor: the replica that sends the state to the joined replicas.
         synchronized: number of the quorum of the last collective of the default group.
         committed_step: the last step that a custom loop has committed, for error messages.
@@ -113,6 +113,12 @@ class Quorum:
         for number in self.live_replicas:
             found += self.ranks[number]
         return found
+
+    @property
+    def complete_replicas(self) -> list[int]:
+        """The numbers of the live replicas with the state, ascending."""
+        joined = {number for number, _ in self.joined}
+        return [number for number in self.live_replicas if number not in joined]
 
     @property
     def first_rank(self) -> int:
@@ -309,9 +315,11 @@ class Quorum:
         self.give_up()
         self.phase, self.state = Phase.BETWEEN_STEPS, ReplicaState.MISSING
 
-    def complete_join(self) -> None:
-        """Record that all members have the state, possibly including this replica."""
-        self.joined, self.state = [], ReplicaState.COMPLETE
+    def complete_join(self, members: Collection[Member]) -> None:
+        """Count ``members``, possibly with this replica, as replicas with the state."""
+        self.joined = [each for each in self.joined if each not in members]
+        if self.own in members:
+            self.state = ReplicaState.COMPLETE
 
     # Agreements
 
@@ -350,9 +358,13 @@ class Quorum:
                 return result
 
     def vote(self, is_well: bool) -> bool:
-        """True if ``is_well`` is True on all ranks of this replica. Collective over these ranks."""
+        """True if ``is_well`` on all ranks of this replica. Collective over them."""
+        return bool(self.least(is_well))
+
+    def least(self, value: float) -> float:
+        """Return the least ``value`` of the ranks of this replica. Collective over them."""
         assert self._hierarchy is not None, "after divide"
-        return self._hierarchy.vote(is_well)
+        return self._hierarchy.least(value)
 
     # The next quorum
 
@@ -364,7 +376,8 @@ class Quorum:
             admit: True to accept waiting replicas. They join if all survivors pass True.
             least: number of replicas to wait for, unless a rank is asked to stop.
         """
-        started, agreed, had_state = self._started, self._agreed, self.has_state
+        started, agreed = self._started, self._agreed
+        was_member = self.state is not ReplicaState.MISSING
         while True:
             record = self._next_record(self.epoch, admit, least)
             with self._lock:
@@ -381,7 +394,7 @@ class Quorum:
         self.donor = self.members[0][0]
         if self.own in self.joined:
             self.state = ReplicaState.RECEIVING
-        has_missed_result = had_state and agreed < started == self._agreed
+        has_missed_result = was_member and agreed < started == self._agreed
         return self._result.clone() if has_missed_result else None
 
     def regroup_all(self, least: int) -> None:
@@ -401,6 +414,7 @@ class Quorum:
         is_writer = self.place == 0 and old >= 0
         if is_writer:
             status: dict[str, Any] = {"has_state": self.has_state, "admit": admit}
+            status["receives"] = self.state is ReplicaState.RECEIVING
             status |= {"agreed": self._agreed, "result": as_text(self._result)}
             records.publish_status(old, self.own, status)
         while True:
@@ -419,20 +433,20 @@ class Quorum:
             record = json.loads(self.store.get(RECORD.format(number)))
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
-            if self.has_state:
-                self._end_rank(LEFT_OUT)  # the other replicas continue without this replica
+            if self.state is not ReplicaState.MISSING:
+                self._end_rank(LEFT_OUT)  # the others continue without this replica
             number += 1
 
     # Messages between two ranks
 
-    def link(self, joiner: Member) -> Callable[[Tensor], bool]:
-        """Return a function that sends a tensor from the donor to ``joiner``, between their ranks
-        at this position. The function returns False if this quorum ends first."""
+    def link(self, joiner: Member) -> Callable[..., bool]:
+        """Return a function that sends a tensor from the donor's rank in this position (root 0) to
+        the joiner's, or back (root 1). It returns False if one of them fails first."""
         source, target = self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]
         return self.pair(f"state/{joiner[0]}/{self.place}", source, target, self.epoch)
 
-    def pair(self, key: str, source: int, target: int, epoch: int) -> Callable[[Tensor], bool]:
-        """Connect rank ``source`` and rank ``target``, which both call this; see `Links.pair`."""
+    def pair(self, key: str, source: int, target: int, epoch: int) -> Callable[..., bool]:
+        """Connect rank ``source`` and rank ``target``; see `Links.pair`. Both call it."""
         store = PrefixStore(f"replicas/quorum/{epoch}/{key}", self.store)
         return self.links.pair(store, int(self.rank == target), self.timeout, epoch)
 

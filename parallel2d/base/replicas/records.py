@@ -86,9 +86,13 @@ def next_record(
             members.append(each)
     if not members:
         return None
-    joiners: list[Member] = []
+    receiving = set()
+    for each in survivors:
+        if survivors[each]["receives"]:
+            receiving.add(each)
     if all(survivors[each]["admit"] for each in members):
-        joiners = sorted(joining.difference(members))
+        receiving |= joining
+    joiners: list[Member] = sorted(receiving.difference(members))
     furthest = max(map(survivors.__getitem__, members), key=lambda status: status["agreed"])
     return {
         "members": [*members, *joiners],

@@ -36,7 +36,7 @@ from parallel2d.parallel.weights.unsharded_tensors import copy_part
 # Attribute of an optimizer: the state object that is already sharded. Loading makes a new object.
 _CUT = "_parallel2d_cut"
 # torch's optimizers that update each element independently, under all arguments
-_ELEMENTWISE = (
+ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
     torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
@@ -137,7 +137,7 @@ def _parts_of(optimizer: Optimizer) -> dict[Tensor, Tensor] | None:
     None if the optimizer needs more than local shards.
     """
     # A subclass may override any method.
-    if type(optimizer) not in _ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE:
         return None
     parts: dict[Tensor, Tensor] = {}
     with quick_reads():

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.errors import first_five
-from parallel2d.parallel.mesh import is_first_of, live_data_ranks, mesh_shape, sum_over_data_ranks
+from parallel2d.base.replicas import is_joining
+from parallel2d.parallel.mesh import is_first_of, mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.model_structure import fqn_of, join_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.weights.named_tensors import meet
@@ -51,7 +52,12 @@ class RunningStatistics:
         """Make the statistics equal on all data ranks. Collective."""
         for norm in self._norms.values():
             both = torch.stack([getattr(norm, name).double() for name in _BUFFERS])
-            means = sum_over_data_ranks(both, self._mesh) / live_data_ranks(self._mesh)
+            ones = torch.ones_like(both[:1])
+            addend = torch.cat([both, ones])
+            if is_joining():  # without the statistics of the run
+                addend.zero_()
+            *sums, ranks = sum_over_data_ranks(addend, self._mesh)
+            means = [each / ranks for each in sums]
             for name, mean in zip(_BUFFERS, means, strict=True):
                 getattr(norm, name).copy_(mean)
         self.differ = False

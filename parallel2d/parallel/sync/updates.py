@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import among
 from parallel2d.base.metering import control_traffic
-from parallel2d.base.replicas import present_ranks
+from parallel2d.base.replicas import ranks_with_state
 from parallel2d.parallel.mesh import has_cpu_backend, part_group, sharding_mesh
 from parallel2d.parallel.model_structure import stays_replicated, updated_as
 from parallel2d.parallel.sync.comparison import ReplicaComparison
@@ -145,7 +145,8 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     part = part_group(mesh)
     dist.all_reduce(vector, group=part)
     with among(part):
-        comparison.check(vector.cpu(), present_ranks() if part is None else mesh.size())
+        complete = ranks_with_state() if part is None else None
+        comparison.check(vector.cpu(), mesh.size() if complete is None else len(complete))
 
 
 def finish_updates(model: nn.Module) -> None:

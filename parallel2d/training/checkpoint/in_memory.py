@@ -47,7 +47,7 @@ from parallel2d.base.files import private_folders
 from parallel2d.base.files.folder import LocalFolder
 from parallel2d.base.launcher_environment import MEMORY_DIR, SHARED_MEMORY
 from parallel2d.base.memory import free_memory
-from parallel2d.base.replicas import ReplicaLost, current, is_present
+from parallel2d.base.replicas import ReplicaLost, current, is_joining, is_present
 from parallel2d.base.store.address import in_thread
 from parallel2d.parallel.mesh import mesh_shape, part_group, ranks_of
 from parallel2d.parallel.mesh_sizes import MeshShape
@@ -326,20 +326,29 @@ class InMemoryCheckpoints:
         except Exception as error:  # `_finish_copy` reports it to all ranks, and training continues
             fault = error
         self._group.stay()
-        self._copying = in_thread(lambda: self._finish_copy(manifest, kind, splits, fault))
+        has_state = not is_joining()
+        self._copying = in_thread(
+            lambda: self._finish_copy(manifest, kind, splits, has_state, fault)
+        )
         self._due_now = False
 
     def _finish_copy(
-        self, manifest: Manifest, kind: str, splits: bool, fault: Exception | None
+        self,
+        manifest: Manifest,
+        kind: str,
+        splits: bool,
+        has_state: bool,
+        fault: Exception | None,
     ) -> None:
-        """Write the staged state, and wait until all ranks have written theirs. Runs in a
-        thread."""
+        """Write the staged state in a thread, and wait until all ranks have written theirs.
+        ``has_state``: False in a joining replica, which writes nothing."""
 
         def write() -> None:
             if fault is not None:
                 raise fault
             self._staging.wait()
-            self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
+            if has_state:
+                self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
 
         # An exception means that a rank has failed, which the training loop notices too. The copies
         # of earlier starts are deleted last, because the loaded copy is the only complete one until

@@ -26,7 +26,7 @@ from parallel2d.base import exchange
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.folder import is_remote
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
-from parallel2d.base.replicas import is_present, stay_in_quorum
+from parallel2d.base.replicas import ranks_with_state, stay_in_quorum
 from parallel2d.base.runtime import patient_group
 from parallel2d.parallel.mesh import axis_positions, part_group, sharding_mesh, without_replicas
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region, split_dims
@@ -171,7 +171,8 @@ def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) 
         # Every rank must compute the same loads, or an element would be written twice or never.
         # The sizes of shards differ by up to one row, so the loads use the mean size instead.
         size = tensor.numel() * tensor.element_size() * len(holders) // ranks
-        holders = list(filter(is_present, holders))
+        if (complete := ranks_with_state()) is not None:
+            holders = [each for each in holders if each in complete]
         parts = max(1, min(len(holders), size // PART_BYTES))
         load = loads.setdefault(axes, [0] * len(holders))
         writers = sorted(range(len(holders)), key=load.__getitem__)[:parts]

@@ -210,19 +210,14 @@ class BatchFeed:
         for _ in range(self._ahead):
             self._read_ahead()
 
-    def part(
-        self, current: BatchPlan, later: BatchPlan, start: int, prepared: StepBatch | None
-    ) -> StepBatch:
-        """Return the part ``current`` of the global batch at position ``start``, and continue with
-        the parts ``later``. ``prepared``: the batch of `next` for this position, if there is one.
+    def part(self, plan: BatchPlan, start: int, prepared: StepBatch | None) -> StepBatch:
+        """Return the part ``plan`` of the global batch at position ``start``, and continue with the
+        later ones. ``prepared``: the batch of `next` for this position, if there is one.
         """
-        batch = prepared
-        if batch is None or current.share != self.plan.share:
-            self.restart(current, start)
-            batch = self.next()
-        if later.share != self.plan.share:
-            self.restart(later, batch.position)
-        return batch
+        if prepared is not None and plan.share == self.plan.share:
+            return prepared
+        self.restart(plan, start)
+        return self.next()
 
     def next(self) -> StepBatch:
         """Return this rank's part of the next global batch, on the device.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from parallel2d.base.device import memory_stats
 from parallel2d.base.files import for_terminal
-from parallel2d.base.replicas import absent_ranks
+from parallel2d.base.replicas import ranks_with_state
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.communication import CommunicationMeter
 from parallel2d.training.metrics.console import ConsoleDisplay
@@ -188,7 +188,8 @@ class Recorder:
             given: metrics of hooks; the next row contains the newest value of each.
         """
         first, self._first = self._first, False
-        live_ranks = self.ranks - absent_ranks()
+        with_state = ranks_with_state()
+        live_ranks = self.ranks if with_state is None else len(with_state)
         self._goodput.add(seconds, first=first, live=live_ranks / self.ranks, lost_s=lost_s)
         self._was_short |= live_ranks < self.ranks
         self._given |= given
