@@ -210,6 +210,11 @@ def memory_stats(device: torch.device) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], _module(device.type).memory_stats(device))
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Start new peaks in `memory_stats` of an accelerator."""
+    _module(device.type).reset_peak_memory_stats(device)
+
+
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """Return free and total memory of an accelerator."""
     free, total = _module(device.type).mem_get_info(device)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.base.config.job import Job, SchedulerConfig, TrainConfig
-from parallel2d.base.device import accelerator_type
+from parallel2d.base.device import accelerator_type, preserve_rng_states
 from parallel2d.base.errors import ConfigError, counted
 from parallel2d.base.exchange import check_same_data
 from parallel2d.base.replicas import current
@@ -25,6 +25,7 @@ from parallel2d.base.runtime import Runtime, barrier, seed_everything
 from parallel2d.base.topology import Topology
 from parallel2d.models.adapters import settings_of
 from parallel2d.parallel.chunked_head import ChunkedHead
+from parallel2d.parallel.cost.state_memory import state_bytes
 from parallel2d.parallel.mesh import data_coordinate, place_mesh
 from parallel2d.parallel.mesh_sizes import MeshShape, resolve_mesh
 from parallel2d.parallel.parallelize import apply_layout
@@ -40,9 +41,11 @@ from parallel2d.training.checkpoint import Checkpointer, in_memory_checkpoints
 from parallel2d.training.checkpoint.resume import check_resume
 from parallel2d.training.data.batch import token_sequences
 from parallel2d.training.data.feed import BatchPlan
+from parallel2d.training.data.opening import OpenData
 from parallel2d.training.hooks import Hook, build_hooks, check_hooks
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.metrics.recorder import Recorder
+from parallel2d.training.micro_batch_size import probe_micro_batch_size
 from parallel2d.training.model_families import (
     ModelParts,
     build_model,
@@ -161,6 +164,19 @@ def build_trainer(
     loss.learn(model, data.train, device)
     for stream in data.streams:
         stream.prepare_by(loss.prepare)
+    if config.train.memory_gib is not None:
+        size, measured = _probe(config, model, optimizer, loss, data, layout, runtime, plan)
+        config = dataclasses.replace(
+            config, train=dataclasses.replace(config.train, micro_batch_size=size)
+        )
+        job = dataclasses.replace(job, config=config)
+        plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
+        with preserve_rng_states():
+            # The other module is sharded already.
+            parts = build_model(config.model)
+        layout = lay_out(config, parts, shape, plan, data.train.shape, device.type, mesh)
+        facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
+        facts = dataclasses.replace(facts, measured=measured)
     checkpointer = Checkpointer(
         config.checkpoint,
         job.run_dir,
@@ -224,6 +240,39 @@ def _shard(
         # hooks run in this order, and the EMA weights must average the exchanged weights.
         optimizer.register_step_post_hook(lambda *_: average.update(decay))
     return model, optimizer
+
+
+def _probe(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: ModelLoss,
+    data: OpenData,
+    layout: Layout,
+    runtime: Runtime,
+    plan: BatchPlan,
+) -> tuple[int, str]:
+    """Return the micro-batch size for ``train.memory_gib``, and a line for the header. Collective;
+    a replica that comes back takes the size of the others."""
+    replicas = current()
+    key = "micro_batch_size"
+    if replicas is not None and replicas.incarnation > 0:
+        size = int(replicas.store.get(key))
+        return size, f"micro-batch {size}, as the other replicas"
+    assert config.train.memory_gib is not None
+    size, measured = probe_micro_batch_size(
+        model,
+        loss,
+        data.train,
+        runtime.device,
+        share=plan.accumulation * plan.micro_batch_size,
+        limit=int(config.train.memory_gib * 2**30),
+        later=state_bytes(layout).optimizer,
+    )
+    optimizer.zero_grad()
+    if replicas is not None:
+        replicas.store.set(key, str(size))
+    return size, measured
 
 
 def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module) -> dict[str, Any]:

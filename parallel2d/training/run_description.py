@@ -63,6 +63,7 @@ class RunFacts:
     head: str | None  # the layer for the loss in chunks; None without it
     flops_per_sequence: int | None  # of one sample; None: unknown
     predicted: dict[str, float]  # bytes that a rank sends per step, by ``comm/AXIS/bytes``
+    measured: str = ""  # the micro-batch sizes that were probed, with their memory
 
     def lines(self) -> list[str]:
         """Return the header, readable in 80 columns."""
@@ -95,6 +96,7 @@ class RunFacts:
             *self._validation_lines(),
             f"batch       {batch} = {shape.data_ranks} data ranks x {work.accumulation} "
             f"micro-batches x {work.micro_batch_size}",
+            *([f"            {self.measured}"] if self.measured else []),
             f"run dir     {files.printable(self.job.run_dir, 500)}",
         ]
 

@@ -38,6 +38,7 @@ from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
 from parallel2d.training.membership import StepQuorum
 from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.phases import PhaseClock
+from parallel2d.training.micro_batch_size import MicroBatchHalving
 from parallel2d.training.optimizer.learning_rate import learning_rate, set_learning_rate
 from parallel2d.training.optimizer.loss_scaler import LossScaler
 from parallel2d.training.progress import Progress, StepOutcome, WatchedMetrics, problems_of_state
@@ -97,6 +98,8 @@ class Trainer(TrainerParts):
             show_text=recorder.show_text,
         )
         self._calls = HookCalls(self.hooks, view)
+        repeats = config.train.memory_gib is not None and self.replicas is None
+        self.halving = MicroBatchHalving(self.model, self.optimizer, enabled=repeats)
 
     def run(self, callbacks: LoopCallbacks | None = None) -> None:
         """Train until ``train.steps``, the end of finite data, a stop by ``train.stop`` or a hook,
@@ -396,7 +399,7 @@ class Trainer(TrainerParts):
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed: Tensor | None = None
         mode = self.config.sync.during_accumulation
-        for micro in accumulate(self.model, batch.micro_batches, mode):
+        for micro in accumulate(self.model, self.halving.split(batch.micro_batches), mode):
             begun = crossings()
             loss = self.loss(self.model, micro)
             self.forward_crosses |= crossings() != begun
@@ -442,9 +445,14 @@ class Trainer(TrainerParts):
     def _gradients(self, step: int, assignment: Assignment, batch: StepBatch) -> Tensor:
         """Accumulate the gradients of this step; see `forward_backward`."""
         self.data_ranks = assignment.data_ranks
-        set_step(self.model, step, self.scaler.scale)
-        if assignment.computes:
+
+        def compute() -> Tensor:
+            set_step(self.model, step, self.scaler.scale)
             return self.forward_backward(batch, self.upcoming_tokens)
+
+        if assignment.computes:
+            return self.halving.run(batch.micro_batches, compute)
+        set_step(self.model, step, self.scaler.scale)
         is_full = self.config.sync.during_accumulation == "full"
         reduce_zeros(self.model, assignment.plan.accumulation if is_full else 1)
         return torch.zeros((), dtype=torch.float64, device=self.device)

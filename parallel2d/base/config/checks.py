@@ -347,6 +347,17 @@ def _loop(config: TrainConfig) -> _Problems:
         isinstance(micro, int) and micro > whole,  # "auto" is chosen to fit
         f"train.micro_batch_size={micro} is larger than train.global_batch_size={whole}",
     )
+    limited = config.train.memory_gib is not None
+    where = f"train.memory_gib={config.train.memory_gib}"
+    yield (
+        limited and micro != "auto",
+        f"{where} has no effect with train.micro_batch_size={micro}: omit one",
+    )
+    yield (
+        limited and config.data.name == "stream",
+        f"{where} reads samples before the first step, which data=stream would lose; set "
+        "train.micro_batch_size",
+    )
     for entry in config.train.hooks:
         reference = entry.get("hook") if isinstance(entry, dict) else entry
         yield (

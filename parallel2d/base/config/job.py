@@ -151,7 +151,15 @@ class LoopConfig:
         min=1,
     )
     micro_batch_size: int | str = option(
-        "auto", "Samples that a rank computes at once; auto: largest divisor up to 8", min=1
+        "auto",
+        "Samples that a rank computes at once; auto: largest divisor up to 8, or by `memory_gib`",
+        min=1,
+    )
+    memory_gib: float | None = option(
+        None,
+        "Memory of a rank: with micro_batch_size=auto the largest size that fits, measured before "
+        "the first step. On CPU it counts the process; null: nothing is measured",
+        above=0,
     )
     seq_len: int = option(128, "Tokens of a sequence; data=custom has none", min=1)
     loss: str | None = option(
