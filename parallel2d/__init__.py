@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from parallel2d.parallel.mesh import build_mesh, data_coordinate, mesh_shape
     from parallel2d.parallel.mesh_sizes import MeshSpec
     from parallel2d.parallel.parallelize import (
+        Always,
         average_buffers,
         build_on_meta,
         model_sharded_context,
@@ -102,7 +103,8 @@ _NAMES = {
     "parallel.mesh": ("build_mesh", "data_coordinate", "mesh_shape"),
     "parallel.mesh_sizes": ("MeshSpec",),
     "parallel.parallelize": (
-        "average_buffers", "build_on_meta", "model_sharded_context", "parallelize", "sharded_copy",
+        "Always", "average_buffers", "build_on_meta", "model_sharded_context", "parallelize",
+        "sharded_copy",
     ),
     "parallel.sync": (
         "accumulate", "attach_optimizer", "compare_replicas", "finish_updates", "no_sync",
@@ -128,7 +130,7 @@ for _module, _names in _NAMES.items():
     _MODULES |= dict.fromkeys(_names, _module)
 
 __all__ = [
-    "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChecksConfig", "ChunkedHead",
+    "Always", "BucketingConfig", "CheckpointConfig", "Checkpointer", "ChecksConfig", "ChunkedHead",
     "ConfigError", "FSDPConfig", "Hook", "HookResult", "MeshConfig", "MeshSpec", "OptimizerConfig",
     "ParallelConfig", "PrecisionConfig", "PrefetchConfig", "Replicas", "RunView", "Runtime",
     "StrategyConfig", "SyncConfig", "Topology",

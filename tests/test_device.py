@@ -17,9 +17,11 @@ from torch import nn
 import parallel2d
 from parallel2d import ParallelConfig
 from parallel2d.base import device
+from parallel2d.base.config import CompileConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.training.device_defaults import resolved, resolved_for_plan
 
@@ -69,6 +71,25 @@ def test_plan_resolves_precision_by_the_devices_of_the_cluster(cluster, precisio
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="torch for CPUs comes without Triton")
+class Broken(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_graph_breaks_of_equal_blocks_are_logged_once(caplog):
+    blocks = [(f"blocks.{number}", Broken(4, 4)) for number in range(2)]
+    x = torch.ones(2, 4)
+    expected = [block(x) for _, block in blocks]
+    compile_blocks(blocks, CompileConfig("block", "aot_eager"), None)
+    for (_, block), value in zip(blocks, expected, strict=True):
+        assert torch.equal(block(x), value)
+    (message,) = [r.getMessage() for r in caplog.records if "several graphs" in r.getMessage()]
+    assert message.startswith("blocks.0 is compiled in several graphs")
+    assert "graph_break()" in message
+
+
 def test_compile_auto_compiles_repeated_blocks_on_a_gpu_and_nothing_else():
     blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
 

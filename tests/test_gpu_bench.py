@@ -5,7 +5,15 @@ from pathlib import Path
 import jobs
 import pytest
 
+from tools.bench.peers import check_losses
+
 SCRIPTS = Path(__file__).parents[1] / "tools" / "bench" / "gpu"
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of a table, its head first."""
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows]
 
 
 def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
@@ -15,8 +23,7 @@ def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
     launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}") if ranks else ()
     run = jobs.run_python(*launcher, str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
-    rows = [line.split("|")[1:-1] for line in run.stdout.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in row] for row in rows]
+    return rows_of(run.stdout)
 
 
 @pytest.mark.slow
@@ -66,3 +73,41 @@ def test_late_gradients_of_two_ranks_equal_one_process(options):
     _, *rows = table_of("overlap.py", "--steps", "1", *options, ranks=2)
     assert [row[:2] for row in rows] == [["2 x 1", "equal"], ["1 x 2", "equal"]]
     assert all(float(row[4]) > 0 and float(row[5]) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_peers_that_are_installed_train_the_same_model_and_others_are_named():
+    words = (
+        "--model",
+        "tiny",
+        "--ranks",
+        "2",
+        "--accumulate",
+        "2",
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+    )
+    words += ("--layouts", "ddp", "zero3")
+    run = jobs.run_python("-m", "tools.bench.peers", *words, cwd=SCRIPTS.parents[2])
+    assert run.returncode == 0, run.stderr[-2000:]
+    _, *rows = rows_of(run.stdout)
+    # The first row of a layout is the baseline of its ratios.
+    expected = {"ddp": ["DDP", "parallel2d"], "zero3": ["FSDP2 by hand", "FSDP1", "parallel2d"]}
+    for layout, names in expected.items():
+        found = {row[1]: row[2:] for row in rows if row[0] == layout}
+        assert [name for name in found if name in names] == names
+        assert next(iter(found.values()))[2:] == ["1.000 (1.000 to 1.000)"] * 2
+        assert all(float(seconds) > 0 and float(cpu) > 0 for seconds, cpu, *_ in found.values())
+    skipped = [line for line in run.stdout.splitlines() if line.startswith("skipped: ")]
+    present = {row[1] for row in rows}
+    for name in ("torchtitan", "Fabric", "accelerate"):
+        assert (name in present) != any(line.startswith(f"skipped: {name},") for line in skipped)
+
+
+def test_peers_with_other_losses_are_refused():
+    losses = {"DDP": [[2.0, 1.9]], "parallel2d": [[2.0, 1.9]]}
+    check_losses(losses)
+    with pytest.raises(SystemExit, match="parallel2d and DDP have different losses"):
+        check_losses({**losses, "parallel2d": [[2.0, 1.8]]})

@@ -20,6 +20,9 @@ from training import build_llama, global_batch, largest_difference, weights_of
 import parallel2d
 from parallel2d.base.config import OPTIMIZERS, CheckpointConfig, OptimizerConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.weights.construction import build_on_meta
+from parallel2d.parallel.weights.initial_values import InitialWeights
 from parallel2d.training.checkpoint import Checkpointer
 from parallel2d.training.optimizer import build_optimizer, plan_groups
 from parallel2d.training.optimizer.learning_rate import set_learning_rate
@@ -194,6 +197,215 @@ def test_run_saved_on_two_ranks_resumes_on_four(ranks, tmp_path, variant, layout
     expected_losses, expected = reference(variant)
     assert losses == pytest.approx(expected_losses[2:], rel=1e-10, abs=0)
     assert largest_difference(weights, expected) <= 1e-10
+
+
+LOW_PRECISION = {
+    f"{name}_{dtype}": replace(OPTIMIZERS[name], state_dtype=dtype, groups=GROUPS)
+    for name in ("adamw", "adam", "sgd")
+    for dtype in ("bf16", "int8")
+}
+# Two and four blocks in a row, so that the tensor axis cuts rows and no blocks
+WIDE = {"dim": 64, "hidden_dim": 128}
+
+
+def train_low_precision(
+    layout: str, config: OptimizerConfig, first: int, last: int, folder: str
+) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """Return losses, unsharded weights and optimizer state in fp64; see `train`."""
+    _, mesh_sizes, strategy = LAYOUTS[layout]
+    mesh, model, _ = build(mesh_sizes, {"strategy": strategy, "precision": "fp64"}, **WIDE)
+    optimizer = build_optimizer(model, config)
+    saved = CheckpointConfig(every=0)
+    checkpointer = Checkpointer(saved, folder, mesh, model, optimizer, layout={})
+    restored = checkpointer.restore()
+    assert (restored["step"] if restored else 0) == first - 1
+    losses = []
+    for step in range(first, last + 1):
+        set_learning_rate(optimizer, rate(config, step))
+        losses.append(train_step(model, optimizer, mesh, step))
+        checkpointer.save_if_due(step, {}, last=step == last)
+    checkpointer.finish()
+    weights = weights_of(model)
+    state = parallel2d.full_state(model, optimizer)
+    for _ in range(2):  # a second time from unsharded state
+        parallel2d.load_full_state(model, optimizer, state)
+        state = parallel2d.full_state(model, optimizer)
+    return losses, weights, state["optimizer"]["state"] if state else {}
+
+
+def one_process(config: OptimizerConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """Return the values of `train_low_precision` without a mesh or a process group."""
+    with build_on_meta():
+        model = build_llama(**WIDE)
+    InitialWeights(model, find_blocks(model), model.init_weights).write(model, 0, "cpu")
+    model.double()
+    optimizer = build_optimizer(model, config)
+    losses = []
+    for step in range(1, STEPS + 1):
+        set_learning_rate(optimizer, rate(config, step))
+        tokens, targets = global_batch(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = {name: optimizer.state[each] for name, each in model.named_parameters()}
+    return losses, weights_of(model), state
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("adamw_int8", "tensor"),
+        ("adam_bf16", "split_uneven"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("adamw_int8", "hybrid"),
+                ("adamw_bf16", "zero3"),
+                ("adam_int8", "split"),
+                ("sgd_int8", "split_tensor"),
+                ("sgd_bf16", "ddp"),
+                ("adamw_int8", "split_uneven"),
+            )
+        ),
+    ],
+)
+def test_low_precision_state_has_the_same_codes_on_every_layout(ranks, tmp_path, variant, layout):
+    config = LOW_PRECISION[variant]
+    first, *_ = ranks.run(2, train_low_precision, "zero3", config, 1, 2, str(tmp_path))[0]
+    rest, weights, state = ranks.run(
+        LAYOUTS[layout][0], train_low_precision, layout, config, 3, STEPS, str(tmp_path)
+    )[0]
+    expected_losses, expected, expected_state = one_process(config)
+    assert first + rest == pytest.approx(expected_losses, rel=1e-10, abs=0)
+    assert largest_difference(weights, expected) <= 1e-10
+    stored = set()
+    for name, entries in expected_state.items():
+        assert state[name].keys() == entries.keys()
+        for key, value in entries.items():
+            found = state[name][key]
+            assert found.dtype == value.dtype
+            if found.dtype == torch.float64:  # norms
+                torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-14)
+                continue
+            stored.add(found.dtype)
+            assert torch.equal(found, value), (name, key)
+    codes = {"bf16": {torch.bfloat16}, "int8": {torch.int8, torch.uint8}}[config.state_dtype]
+    assert codes - {torch.uint8} <= stored <= {*codes, torch.float32}
+
+
+def test_low_precision_state_takes_a_half_or_a_quarter_of_the_memory():
+    model = nn.Linear(256, 1000, bias=False)
+    sizes = {}
+    for dtype in ("fp32", "bf16", "int8"):
+        optimizer = build_optimizer(model, OptimizerConfig(state_dtype=dtype))
+        model(torch.randn(2, 256)).square().mean().backward()
+        optimizer.step()
+        sizes[dtype] = sum(each.nbytes for each in optimizer.state[model.weight].values())
+    assert sizes["fp32"] == 4 + 2 * 4 * 256_000
+    assert sizes["bf16"] == 4 + 2 * 2 * 256_000
+    assert sizes["int8"] == 4 + 2 * (256_000 + 4 * 8 * 1000)
+
+
+def test_stochastic_rounding_keeps_small_changes_of_moments():
+    """A second moment that decays by 0.1 % per step, less than the distance of two codes."""
+    for dtype in ("bf16", "int8"):
+        model = nn.Linear(256, 64, bias=False)
+        optimizer = build_optimizer(
+            model, OptimizerConfig(betas=[0.9, 0.999], state_dtype=dtype, lr=1e-9)
+        )
+        values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+        for scale in [1.0] + [0.0] * 500:
+            model.weight.grad = values * scale
+            optimizer.step()
+        state = optimizer.state[model.weight]
+        found = state["exp_avg_sq"].double()
+        if dtype == "int8":
+            scales = state["exp_avg_sq_scale"].double().repeat_interleave(32, dim=1)
+            found = (found / 255) ** 8 * scales
+        expected = values.double().square() * 0.001 * 0.999**500
+        ratio = found / expected
+        assert ratio.mean() == pytest.approx(1, abs=0.02)
+        assert ratio.min() > 0
+        assert not torch.equal(ratio, ratio.round())
+
+
+@pytest.mark.slow
+def test_loss_curve_of_low_precision_state_stays_within_two_percent_of_fp32():
+    ends = {}
+    for dtype in ("fp32", "bf16", "int8"):
+        with build_on_meta():
+            model = build_llama(**WIDE)
+        InitialWeights(model, find_blocks(model), model.init_weights).write(model, 0, "cpu")
+        config = OptimizerConfig(betas=[0.9, 0.999], state_dtype=dtype, lr=3e-3)
+        optimizer = build_optimizer(model, config)
+        losses = []
+        for step in range(150):
+            tokens, targets = global_batch(step % 4)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] / 2
+        ends[dtype] = sum(losses[-20:]) / 20
+    assert ends["bf16"] == pytest.approx(ends["fp32"], rel=0.02)
+    assert ends["int8"] == pytest.approx(ends["fp32"], rel=0.02)
+    assert len(set(ends.values())) == 3
+
+
+def test_state_of_another_dtype_is_refused():
+    def stepped(dtype: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 4)
+        optimizer = build_optimizer(model, OptimizerConfig(state_dtype=dtype))
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stepped("int8")
+    state = parallel2d.full_state(model, optimizer)
+    # torch's own form of the state continues too
+    again, loaded = stepped("int8")
+    loaded.load_state_dict(optimizer.state_dict())
+    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+        for key, value in optimizer.state[old].items():
+            assert loaded.state[new][key].dtype == value.dtype
+            assert torch.equal(loaded.state[new][key], value)
+    for dtype, says in (("bf16", "state_dtype=int8, this one bf16"), ("fp32", "another class")):
+        other, other_optimizer = stepped(dtype)
+        with pytest.raises(ConfigError, match=says):
+            parallel2d.load_full_state(other, other_optimizer, state)
+    with pytest.raises(ConfigError, match="the state has state_dtype=int8, this optimizer bf16"):
+        stepped("bf16")[1].load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"name": "muon"}, "optimizer.state_dtype.*muon"),
+        ({"amsgrad": True}, "amsgrad=true exclude each other"),
+        ({"implementation": "loop"}, "implementation=loop has no effect"),
+        ({"name": "sgd", "momentum": 0.0, "implementation": "foreach"}, "has no state"),
+    ],
+)
+def test_low_precision_state_is_refused_where_it_has_no_effect(changes, says):
+    config = replace(OptimizerConfig(state_dtype="int8"), **changes)
+    with pytest.raises(ConfigError, match=says):
+        build_optimizer(build_llama(), config)
+
+
+def narrow_rows() -> None:
+    _, model, _ = build({"tensor": 2, "shard": 1}, {"strategy": "zero3"})
+    build_optimizer(model, OptimizerConfig(state_dtype="int8"))
+
+
+def test_tensor_axis_that_cuts_blocks_is_refused(ranks):
+    with pytest.raises(
+        Exception, match=r"wo.weight: its rows of 32 values are cut .* blocks of 32"
+    ):
+        ranks.run(2, narrow_rows)
 
 
 class FusedBlock(nn.Module):

@@ -105,6 +105,7 @@ def kill(job, *victims):
 
 
 COPIED = ("checkpoint.memory_every=4",)
+INT8 = ("optimizer.state_dtype=int8",)
 MUON, INT4 = ("optimizer=muon",), ("sync.wire=int4", "sync.warmup=0")
 OWN = ("optimizer=custom", "optimizer.target=owned:build", "optimizer.weight_decay=0")
 OWNED = """
@@ -123,10 +124,10 @@ def build(groups):
         (COPIED, ()),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((MUON, MUON), (OWN, OWN), (INT4, ()))
+            for each in ((MUON, MUON), (OWN, OWN), (INT8, INT8), (INT4, ()))
         ),
     ],
-    ids=["gradients", "muon", "own", "int4"],
+    ids=["gradients", "muon", "own", "int8", "int4"],
 )
 def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
     tmp_path, communicator, sent, alone
@@ -192,8 +193,8 @@ OwnedParameters.after_update = dying
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
-    [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2")],
-    ids=["sgd", "adamw, int4"],
+    [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2"), INT8],
+    ids=["sgd", "adamw, int4", "int8"],
 )
 def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, communicator, sent):
     """Roll back to in-memory checkpoints in the same processes: the history equals a job without

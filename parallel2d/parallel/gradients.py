@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
 from parallel2d.parallel.model_structure import updated_as
 
 # The axes that split a gradient, each with its size and process group.
@@ -72,18 +73,28 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
     """Group the local parts of the gradients by the axes that split them."""
     groups: dict[_Split, list[Tensor]] = defaultdict(list)
     known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Split] = {}
-    for parameter in parameters:
-        gradient = updated_as(parameter).grad
+    for gradient in _gradients(parameters):
         if isinstance(gradient, DTensor):
             # The norm of partial sums is not the norm of their sum.
             gradient = without_partial(gradient)
             mesh, placements = gradient.device_mesh, gradient.placements
             if (mesh, placements) not in known:
                 known[mesh, placements] = _split_of(mesh, placements)
-            groups[known[mesh, placements]].append(gradient.to_local())
-        elif gradient is not None:
+            groups[known[mesh, placements]].append(part_of(gradient))
+        else:
             groups[()].append(gradient)
     return groups
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of ``parameters`` that have one."""
+    found = []
+    with quick_reads():
+        for parameter in parameters:
+            gradient = updated_as(parameter).grad
+            if gradient is not None:
+                found.append(gradient)
+    return found
 
 
 def _split_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Split:
@@ -129,12 +140,8 @@ def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiply every gradient by ``factor`` in place."""
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient = updated_as(parameter).grad
-        if isinstance(gradient, DTensor):
-            gradient = gradient.to_local()
-        if gradient is not None:
-            by_dtype[gradient.dtype].append(gradient)
+    for gradient in map(part_of, _gradients(parameters)):
+        by_dtype[gradient.dtype].append(gradient)
     for dtype, gradients in by_dtype.items():
         # `_foreach_mul_` takes a tensor factor of the same dtype only.
         same = factor.to(dtype) if isinstance(factor, Tensor) else factor

@@ -111,7 +111,15 @@ def lay_out(
         config.train.ema is not None,
     )
     plan = plan_tensor_axis(config, parts, shape.tensor)
-    return resolve(config.parallel(), shape, parts.module, workload, mesh=mesh, tensor_plan=plan)
+    return resolve(
+        config.parallel(),
+        shape,
+        parts.module,
+        workload,
+        mesh=mesh,
+        tensor_plan=plan,
+        conditional=getattr(config.model, "conditional", None),
+    )
 
 
 def build_trainer(

@@ -32,7 +32,7 @@ class Actor:
 
     def join(self, clock: Clock) -> None:
         """Order the next operation after all that ``clock`` contains."""
-        for number, count in clock.items():
+        for number, count in list(clock.items()):
             if count > self.seen.get(number, 0):
                 self.seen[number] = count
 
@@ -134,7 +134,7 @@ def joined(*clocks: Clock) -> Clock:
     """Return the latest count of each actor in any of ``clocks``."""
     result: Clock = {}
     for clock in clocks:
-        for number, count in clock.items():
+        for number, count in list(clock.items()):
             result[number] = max(count, result.get(number, 0))
     return result
 

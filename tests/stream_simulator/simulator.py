@@ -116,7 +116,7 @@ class Simulator:
     def all_findings(self) -> dict[tuple[str, ...], tuple[str, int]]:
         """`findings`, and the early frees, which are known at the end of the run only."""
         result = dict(self.findings)
-        for key, early in self._early_frees.items():
+        for key, early in list(self._early_frees.items()):
             if early.count and ("reuse", *key) not in self.findings:
                 result["early free", *key] = early.text, early.count
         return result
@@ -132,7 +132,9 @@ class Simulator:
             return
         before = dict(self.host.seen)
         self.host.join(clock)
-        waited_for = sum(count - before.get(number, 0) for number, count in self.host.seen.items())
+        waited_for = sum(
+            count - before.get(number, 0) for number, count in list(self.host.seen.items())
+        )
         self.waits[key] += 1
         self.outstanding[key] = max(self.outstanding.get(key, 0), waited_for)
         if waited_for:
@@ -184,7 +186,7 @@ class Simulator:
             whole = Access(0, sys.maxsize, True, stream, "allocation", block.where)
             block.accesses.append(whole)
             known = joined(stream.seen, self.known())
-            for each in self.actors:
+            for each in list(self.actors):
                 if known.get(each.number, 0) < each.seen[each.number]:
                     stream.not_awaited.add(each.number)
             stream.freed = [freed for freed in stream.freed if not_done(freed.pending, known)]
@@ -194,7 +196,7 @@ class Simulator:
 
     def lock_pages(self, address: int) -> None:
         """Note that the host memory at ``address`` is page-locked."""
-        for reference in self._alive.values():
+        for reference in list(self._alive.values()):
             storage = reference()
             if storage is not None and storage.data_ptr() == address:
                 storage._block.pinned = True

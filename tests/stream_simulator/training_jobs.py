@@ -38,6 +38,7 @@ SMALL = (
     "train.validate_every=0",
     "checkpoint.every=4",
     "precision=fp32",
+    "compile=none",
     "metrics.console=silent",
     "metrics.tensorboard=false",
 )
@@ -74,7 +75,8 @@ EACH_MICRO_BATCH = "train.micro_batch_size=1"
 
 LAYOUTS = {
     # strategies
-    "hybrid": HYBRID,
+    # The path of a GPU by default; under the simulator torch.compile calls the blocks uncompiled.
+    "hybrid": HYBRID.with_overrides("compile=auto"),
     "hybrid bf16": HYBRID.with_overrides("precision=bf16"),
     "hybrid_full": FULL,
     "hybrid_zero2": Layout(
@@ -84,7 +86,7 @@ LAYOUTS = {
     "zero2": Layout(2, ("strategy=zero2", BUCKETS)),
     "zero3": Layout(2, ("strategy=zero3", BUCKETS)),
     "zero3 fp16": Layout(2, ("strategy=zero3", "precision=fp16", BUCKETS)),
-    "tensor": ONE_REPLICA.with_overrides("mesh.tensor=2"),
+    "tensor": ONE_REPLICA.with_overrides("mesh.tensor=2", "compile=auto"),
     "context": Layout(2, ("strategy=hybrid", "mesh.shard=1", "mesh.context=2", BUCKETS)),
     "context and shard": ONE_REPLICA.with_overrides("mesh.context=2", "precision=bf16"),
     "context and tensor": Layout(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from parallel2d.base.config.job import OptimizerConfig, TrainConfig
 from parallel2d.base.config.model_and_data import (
+    CONDITIONAL,
     DataConfig,
     HuggingFaceModel,
     LlamaModel,
@@ -96,7 +97,12 @@ def check_data(data: DataConfig) -> None:
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Raise `ConfigError` with one line per field that violates its constraint."""
-    _refuse(field_problems(optimizer, "optimizer."), _betas(optimizer), _matrix_problems(optimizer))
+    _refuse(
+        field_problems(optimizer, "optimizer."),
+        _betas(optimizer),
+        _state_dtype(optimizer),
+        _matrix_problems(optimizer),
+    )
 
 
 def check_steps(config: TrainConfig) -> None:
@@ -196,6 +202,11 @@ def _tensor_plan(config: TrainConfig) -> _Problems:
         )
 
 
+def _conditional(config: TrainConfig) -> _Problems:
+    for pattern, way in getattr(config.model, "conditional", {}).items():
+        yield _choice(f"model.conditional: {pattern}", way, CONDITIONAL)
+
+
 def _choice(key: str, value: object, choices: Sequence[str]) -> tuple[bool, str]:
     problem = choice_problem(key, value, choices)
     return problem is not None, str(problem)
@@ -221,6 +232,7 @@ def _optimizer(config: TrainConfig) -> _Problems:
     yield from _betas(optimizer)
     stands = optimizer.nesterov and optimizer.momentum == 0
     yield stands, "optimizer.nesterov=true needs optimizer.momentum above 0"
+    yield from _state_dtype(optimizer)
     yield from _matrix_problems(optimizer)
     for entry in optimizer.groups:
         yield from _group_problems(entry, optimizer.name)
@@ -235,6 +247,21 @@ def _betas(optimizer: OptimizerConfig) -> _Problems:
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
     are_shares = is_pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
     yield not are_shares, f"optimizer.betas={betas} must be two numbers in [0, 1)"
+
+
+def _state_dtype(optimizer: OptimizerConfig) -> _Problems:
+    if optimizer.state_dtype not in ("bf16", "int8"):
+        return
+    where = f"optimizer.state_dtype={optimizer.state_dtype}"
+    yield optimizer.amsgrad, f"{where} and optimizer.amsgrad=true exclude each other: omit one"
+    has_none = optimizer.name == "sgd" and optimizer.momentum == 0
+    yield has_none, f"{where} has no effect: sgd with optimizer.momentum=0 has no state"
+    default = "foreach" if optimizer.name == "sgd" else "fused"
+    yield (
+        optimizer.implementation != default,
+        f"optimizer.implementation={optimizer.implementation} has no effect with {where}, which "
+        "has one implementation",
+    )
 
 
 def _matrix_problems(optimizer: OptimizerConfig) -> _Problems:
@@ -424,6 +451,7 @@ _JOB_CHECKS: tuple[_Check, ...] = (
     _llama,
     _library_model,
     _tensor_plan,
+    _conditional,
     _data,
     _optimizer,
     _loop,

@@ -65,6 +65,13 @@ class OptimizerConfig:
         choices=("fused", "foreach", "loop"),
         read_by=("adamw", "adam", "sgd", "muon"),
     )
+    state_dtype: str = option(
+        "fp32",
+        "Dtype of the state of parameters with two or more dims. int8 = codes with a scale per "
+        "block of a row; bf16 and int8 round stochastically. fp32 = the dtype of the parameter",
+        choices=("fp32", "bf16", "int8"),
+        read_by=("adamw", "adam", "sgd"),
+    )
     amsgrad: bool = option(
         False, "Divide by the largest second moment; a third more state", read_by=("adamw", "adam")
     )

@@ -12,6 +12,11 @@ from parallel2d.base.config.options import default_of, field_problems, is_read, 
 from parallel2d.base.errors import did_you_mean
 
 _reference = partial(option, reference=True)
+# Ways of `model.conditional`; see parallel/parallelize/conditional.py
+CONDITIONAL = ("replicate", "root", "always")
+_conditional = partial(
+    option, {}, "Modules that only some ranks run: {vision: replicate}; or root, or always"
+)
 
 
 @dataclass
@@ -47,6 +52,7 @@ class CustomModel:
         "package.module:function(model) -> {module pattern: ParallelStyle or word}; words: "
         "TENSOR_WORDS",
     )
+    conditional: dict[str, Any] = _conditional()
 
 
 @dataclass
@@ -72,6 +78,7 @@ class HuggingFaceModel:
         True, "Load the weights of the folder; false: draw them from the seed"
     )
     tensor_plan: Any = option(None, "As of model=custom; null: the library's own plan, if any")
+    conditional: dict[str, Any] = _conditional()
     adapter: Any = option(
         None, "Adapter of the frozen model: {r: 8, target_modules: [q_proj]} of peft.LoraConfig"
     )

@@ -109,7 +109,10 @@ class _Step:
         self._frees = config.strategy.placement.reshard_after_forward and self._is_sharded
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
-        self._groups = [_Group.of(group.parameters, shape.shard) for group in layout.groups]
+        self._groups = [
+            _Group.of(group.parameters, 1 if group.is_replicated else shape.shard)
+            for group in layout.groups
+        ]
         # See `fsdp_internals.one_rank`.
         if not self._is_sharded and not config.cpu_offload:
             for number, members in enumerate(layout.groups):

@@ -14,6 +14,7 @@ from parallel2d.base.config import OptimizerConfig
 from parallel2d.parallel.parallelize.layout import Layout, ParameterShape, first_part
 from parallel2d.parallel.sync.methods.error_feedback import stored_bytes
 from parallel2d.parallel.sync.methods.owned_parameters import owned_shapes
+from parallel2d.parallel.weights.geometry import scales_shape
 
 _STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
 
@@ -46,12 +47,14 @@ def state_bytes(layout: Layout) -> StateBytes:
     """
     shape, method = layout.shape.sharding, layout.method
     parameters = masters = gradients = state = outer = residuals = 0
-    for group, count in [*layout.equal_groups, (layout.whole, 1)]:
+    replicated = [(group, 1, 1) for group in layout.replicated]
+    sharded = [(group, count, shape.shard) for group, count in layout.equal_groups]
+    for group, count, ranks in [*sharded, *replicated, (layout.whole, 1, 1)]:
         is_split = group is not layout.whole
         for parameter in group:
             held = updated = parameter.shape
             if is_split:
-                held = updated = first_part(parameter.shape, shape.shard)
+                held = updated = first_part(parameter.shape, ranks)
             if is_split and layout.method.splits_updates:
                 updated = first_part(held, shape.replicate)
             parameters += count * math.prod(held) * parameter.stored
@@ -74,6 +77,12 @@ def _optimizer_bytes(
 ) -> int:
     """Return bytes of the optimizer state of one parameter, with its updated shape on this rank."""
     numel = math.prod(updated)
+    if optimizer.state_dtype != "fp32" and len(updated) > 1:
+        moments = 1 if optimizer.name == "sgd" else 2
+        bytes_each = 2 * numel
+        if optimizer.state_dtype == "int8":
+            bytes_each = numel + 4 * math.prod(scales_shape(updated))
+        return _STEP_BYTES + moments * bytes_each
     match optimizer.name:
         # The first gradient is copied in its own dtype.
         case "sgd":

@@ -6,6 +6,7 @@ axes are counted (`cost.meta_copy.count_tensor_axis`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -120,6 +121,18 @@ def predicted_bytes(
         replicate, shard = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += count * replicate
         predicted["comm/shard/bytes"] += count * shard
+    for members in layout.replicated:
+        # Every rank of the shard axis keeps these parameters: their gradients are averaged there.
+        group = group_traffic(members, 1, layout.shape.replicate)
+        replicate, _ = traffic.per_step(group)
+        predicted["comm/replicate/bytes"] += replicate
+        size = sum(math.prod(each.shape) * each.sum_itemsize for each in members if each.is_trained)
+        times = 1
+        if layout.config.sync.during_accumulation == "full":
+            times = layout.workload.accumulation
+        ranks = layout.shape.sharding.shard
+        sent = sent_bytes("all_reduce", size, ranks, layout.workload.device_type)
+        predicted["comm/shard/bytes"] += times * sent
     for axis, sent in predict_updates(layout).items():
         if f"comm/{axis}/bytes" in predicted:
             predicted[f"comm/{axis}/bytes"] += sent

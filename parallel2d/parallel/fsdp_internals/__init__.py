@@ -30,6 +30,8 @@ REACHED: tuple[tuple[Any, dict[str, str]], ...] = (
         "_register_post_backward_hook": "the begin of a forward in any method of a module; hooks "
         "of modules see only `forward`",
         "wait_for_unshard": "no copies with one rank on the shard axis",
+        "_record_post_forward": "the order of prefetches in backward, which must not name a group "
+        "that only some ranks run",
         "_to_unsharded": "called by what replaces `wait_for_unshard`",
     }),
     (FSDPParam, {

@@ -70,6 +70,8 @@ class FSDPGroup:
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
         # True with one rank on the shard axis, where unsharded gradients become the sharded ones
         self.is_alone = False
+        # The shard axis, if every one of its ranks keeps all parameters of the group
+        self.replicated_over: dist.ProcessGroup | None = None
         # The value of `trained` while a backward pass ends the group
         self._ending: list[FSDPParameter] | None = None
         # True while the unsharded parameters are tensors that no forward has used
@@ -155,6 +157,14 @@ class FSDPGroup:
                 callback()
 
         self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
+
+    def replicate_over(self, ranks: dist.ProcessGroup) -> None:
+        """Mark a group over a mesh of one rank, which every rank of the shard axis keeps, and which
+        only some ranks may run."""
+        self.replicated_over = ranks
+        # In backward each group prefetches the group before it in this record, so the ranks without
+        # a forward of this group would issue all-gathers of other groups in another order.
+        self._group._record_post_forward = lambda: None  # type: ignore[method-assign]
 
     def release(self) -> None:
         """Free unsharded parameters outside of a forward, and restore the sharded ones."""

@@ -32,6 +32,7 @@ from parallel2d.parallel.parallelize.activation_checkpointing import (
 )
 from parallel2d.parallel.parallelize.block_calls import prepare_block_calls
 from parallel2d.parallel.parallelize.compilation import compile_blocks
+from parallel2d.parallel.parallelize.conditional import Always, Conditional, run_dummies
 from parallel2d.parallel.parallelize.context_blocks import Stack
 from parallel2d.parallel.parallelize.context_parallel import (
     intercept_attention,
@@ -62,6 +63,7 @@ from parallel2d.parallel.weights.source import WeightSource
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 __all__ = [
+    "Always",
     "average_buffers",
     "build_on_meta",
     "model_sharded_context",
@@ -85,6 +87,7 @@ def parallelize(
     weights: Callable[[nn.Module], Container[str]] | None = None,
     topology: Topology | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
+    conditional: Conditional | None = None,
 ) -> ModelT:
     """Shard ``model`` over ``mesh`` in place and return the model.
 
@@ -117,6 +120,8 @@ def parallelize(
         topology: the host of each rank, if known. None: the ranks exchange their hosts.
         ignored: modules, or patterns of names. Their frozen parameters stay plain, replicated
             tensors on every rank; see `parallelize.ignored`.
+        conditional: name or pattern of a module that only some ranks run -> ``replicate``,
+            ``root``, ``always`` or `parallel2d.Always`; see `parallelize.conditional`.
 
     Raises:
         ConfigError: a setting that this model or mesh does not support. The message names a
@@ -138,7 +143,15 @@ def parallelize(
         # After `WeightSource`: when one rank broadcasts, it also ties on all ranks the parameters
         # that are tied on the source rank, and the layout depends on these ties.
         shape = mesh_shape(mesh)
-        layout = resolve(config, shape, model, mesh=mesh, tensor_plan=tensor_plan, ignored=ignored)
+        layout = resolve(
+            config,
+            shape,
+            model,
+            mesh=mesh,
+            tensor_plan=tensor_plan,
+            ignored=ignored,
+            conditional=conditional,
+        )
         apply_layout(layout, model, mesh, source, topology, seed or 0)
     for name, parameter in model.named_parameters():
         kept = attributes.get(fqn_of(name), {})
@@ -308,6 +321,8 @@ def _transform(
     shard(model, parameters, layout, plain | set(without_dims))
     scalars = replicate_scalars(model, parameters, without_dims.values(), precision.param)
     synchronize(model, parameters, layout, precision, topology, scalars, seed)
+    if mesh_shape(parameters).shard > 1:
+        run_dummies(model, layout.conditional, blocks, engine_of(model).gradients)
     select_without_hooks(model, config.activation_checkpointing)
     prefetch_parameters(model, parameters, config.prefetch)
     cast_inputs(model, precision)

@@ -16,6 +16,11 @@ from torch import nn
 from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.model_structure import direct_parameters, own_parameters, owning_modules
+from parallel2d.parallel.parallelize.conditional import (
+    Conditional,
+    cut_groups,
+    separate_modules,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +34,7 @@ def bucket_modules(
     config: BucketingConfig,
     stored: Mapping[nn.Parameter, torch.dtype],
     apart: Collection[int] = (),
+    conditional: Conditional | None = None,
 ) -> list[list[nn.Module]]:
     """Return groups of modules below the root, children before parents.
 
@@ -41,13 +47,16 @@ def bucket_modules(
         stored: storage dtype of each parameter that will not keep its current dtype.
         apart: ids of modules that form a group each under every policy. Modules with only complex
             parameters also form a group each, in a model that has real parameters.
+        conditional: ways of modules that only some ranks run.
 
     Raises:
         ConfigError: a module that must form its own group is tied to another module.
     """
     separate = {*apart, *_complex_modules(model)}
+    separate |= separate_modules(model, conditional or {}, separate)
     groups: list[list[nn.Module]] = []
-    for group in _groups_by_policy(model, blocks, config, stored):
+    by_policy = _groups_by_policy(model, blocks, config, stored)
+    for group in cut_groups(model, by_policy, conditional or {}):
         rest = [module for module in group if id(module) not in separate]
         # All modules of the group may be separate.
         if rest:

@@ -307,8 +307,10 @@ class CollectiveOrder:
             "Parameters are gathered and "
             "reduced by all ranks of a shard group together, so all must run the same groups of "
             "modules in the same order. Run the same modules on all ranks of a shard group, put "
-            "alternative modules into one group (bucketing=block with their common block), or use "
-            "mesh.shard=1"
+            "alternative modules into one group (bucketing=block with their common block), name a "
+            "module that only some ranks run (model.conditional={vision: replicate}, or "
+            "parallelize(..., conditional=); parallel2d.Always(before=NAME) gives the place of a "
+            "dummy), or use mesh.shard=1"
         )
 
     def _describe(self, code: int) -> str:

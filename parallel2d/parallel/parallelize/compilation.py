@@ -6,6 +6,7 @@ Compilation is short, and all equal blocks share one compiled function.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
@@ -24,6 +26,8 @@ from parallel2d.base.device import can_compile
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.private_folders import make_private
 from parallel2d.parallel.mesh_sizes import MeshShape
+
+log = logging.getLogger(__name__)
 
 
 def compile_blocks(
@@ -37,21 +41,46 @@ def compile_blocks(
     backend: Any = config.backend
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
-    for _, block in blocks:
+    logged: set[str] = set()
+    for name, block in blocks:
         # On the instance: hooks run in the module's call, outside of the compiled code.
-        compiled = torch.compile(block.forward, backend=backend)
-        block.forward = functools.partial(_call_on_waited, compiled)
+        compiled = torch.compile(block.forward, backend=backend, dynamic=False)
+        block.forward = _CompiledForward(name, compiled, logged)
 
 
-def _call_on_waited(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``compiled`` with the results of finished collectives.
+class _CompiledForward:
+    """The compiled ``forward`` of a block. Logs graph breaks of the first call.
 
-    The output of a tensor-parallel layer wraps the tensor that its collective fills. torch.compile
-    replaces this wrapper by the inner tensor, which has a separate autograd history: gradients
-    would omit the layer's conversion from DTensor.
+    Args:
+        name: name of the block, for the log.
+        compiled: the result of `torch.compile`.
+        logged: causes that are in the log already; the blocks of a model share them.
     """
-    args, kwargs = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (args, kwargs))
-    return compiled(*args, **kwargs)
+
+    def __init__(self, name: str, compiled: Callable[..., Any], logged: set[str]) -> None:
+        functools.update_wrapper(self, compiled)
+        self._name, self._compiled, self._logged = name, compiled, logged
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The output of a tensor-parallel layer wraps the tensor that its collective fills.
+        # torch.compile replaces this wrapper by the inner tensor, which has a separate autograd
+        # history: gradients would omit the layer's conversion from DTensor.
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (args, kwargs))
+        if self._has_run:
+            return self._compiled(*args, **kwargs)
+        self._has_run = True
+        before = set(counters["graph_break"])
+        output = self._compiled(*args, **kwargs)
+        for cause in counters["graph_break"].keys() - before - self._logged:
+            self._logged.add(cause)
+            log.warning(
+                "%s is compiled in several graphs, which is slower: %s (TORCH_LOGS=graph_breaks "
+                "shows the lines of code)",
+                self._name,
+                cause.strip().partition("\n")[0],
+            )
+        return output
 
 
 class _Waited(torch.autograd.Function):

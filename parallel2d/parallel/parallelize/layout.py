@@ -34,6 +34,12 @@ from parallel2d.parallel.model_structure import (
 )
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
 from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
+from parallel2d.parallel.parallelize.conditional import (
+    Always,
+    Conditional,
+    check_places,
+    conditional_modules,
+)
 from parallel2d.parallel.parallelize.ignored import ignored_names
 from parallel2d.parallel.parallelize.precision import Precision, buffer_dtype, storage_dtypes
 from parallel2d.parallel.parallelize.preconditions import check_offload, check_symmetric_memory
@@ -144,6 +150,7 @@ class LayoutGroup(NamedTuple):
     modules: tuple[str, ...]  # names; the root has an empty name
     policy: MixedPrecisionPolicy
     parameters: tuple[ParameterShape, ...]  # without the parameters of earlier groups
+    is_replicated: bool = False  # every rank of the shard axis keeps all of it
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,8 @@ class Layout:
     equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
     whole: tuple[ParameterShape, ...]  # replicated parameters: without dimensions, or ignored
     buffer_bytes: int  # of all buffers, which are replicated too
+    # Ways of the modules that only some ranks run, by name
+    conditional: Mapping[str, str | Always] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         MeshSpec(**self.shape.sizes).refuse_contradiction(self.config.strategy)
@@ -180,12 +189,22 @@ class Layout:
     def local_parameters(self) -> int:
         """Elements on the peak-memory rank."""
         numel = sum(math.prod(parameter.shape) for parameter in self.whole)
+        numel += sum(math.prod(each.shape) for group in self.replicated for each in group)
         for group, count in self.equal_groups:
             parts = []
             for parameter in group:
                 parts.append(first_part(parameter.shape, self.shape.sharding.shard))
             numel += count * sum(map(math.prod, parts))
         return numel
+
+    @property
+    def replicated(self) -> list[tuple[ParameterShape, ...]]:
+        """The parameters of each group that every rank of the shard axis keeps."""
+        found: list[tuple[ParameterShape, ...]] = []
+        for group in self.groups:
+            if group.is_replicated:
+                found.append(group.parameters)
+        return found
 
     @cached_property
     def method(self) -> SyncMethod:
@@ -197,6 +216,14 @@ class Layout:
         found: list[tuple[str, nn.Module]] = []
         for name in self.blocks:
             found.append((name, model.get_submodule(name)))
+        return found
+
+    def replicated_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules that every rank of the shard axis keeps."""
+        found: list[nn.Module] = []
+        for group in self.groups:
+            if group.is_replicated:
+                found += map(model.get_submodule, group.modules)
         return found
 
     def groups_of(self, model: nn.Module) -> list[tuple[list[nn.Module], MixedPrecisionPolicy]]:
@@ -217,6 +244,7 @@ def resolve(
     mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, object] | None = None,
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
+    conditional: Conditional | None = None,
 ) -> Layout:
     """Resolve the layout of ``model``, which is plain and is not changed.
 
@@ -231,6 +259,7 @@ def resolve(
             style in ``tensor_plan`` count as not split.
         tensor_plan: see `parallelize`.
         ignored: see `parallelize`.
+        conditional: see `parallelize`.
 
     Raises:
         ConfigError: settings that this model or mesh does not support.
@@ -263,10 +292,17 @@ def resolve(
             f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
             "their classes in bucketing.blocks"
         )
-    buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules)
+    ways = conditional_modules(model, conditional or {}, shape.tensor, config.cpu_offload)
+    buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules, ways)
 
-    groups = list(collector.groups(model, buckets))
-    parameters = [group.parameters for group in groups]
+    groups: list[LayoutGroup] = []
+    parameters: list[tuple[ParameterShape, ...]] = []
+    for group in collector.groups(model, buckets):
+        is_replicated = ways.get(group.modules[0]) == "replicate" and shape.sharding.shard > 1
+        groups.append(group._replace(is_replicated=is_replicated))
+        if not is_replicated:
+            parameters.append(group.parameters)
+    check_places(ways, [group.modules for group in groups])
     buffers = [each.numel() * buffer_dtype(each, precision).itemsize for each in model.buffers()]
     return Layout(
         config=config,
@@ -280,6 +316,7 @@ def resolve(
         equal_groups=tuple(Counter(filter(None, parameters)).items()),
         whole=tuple(collector.whole),
         buffer_bytes=sum(buffers),
+        conditional=ways,
     )
 
 

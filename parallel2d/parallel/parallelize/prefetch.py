@@ -34,7 +34,7 @@ from parallel2d.parallel.fsdp_internals.sharded_model import (
     set_asynchronous_gathers,
 )
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.sync.engine.replica_reducer import engine_in
+from parallel2d.parallel.sync.engine.replica_reducer import engine_in, engine_of
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,12 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])
     ended: list[Group] = []  # groups of the running forward, in the order of their ends
+    engine = engine_of(model)
+    # Groups without an all-gather, which only some ranks may run
+    left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
     for group in module_groups(model):
-        _record(group, ended)
+        if tuple(group) not in left_out:
+            _record(group, ended)
 
     def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
         # Later forwards use the chains of the first forward, also if they run other groups.

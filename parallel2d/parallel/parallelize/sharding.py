@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map
 
 from parallel2d.base.config import FSDPConfig
@@ -76,6 +76,8 @@ def shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    replicated = set(layout.replicated_of(model))
+    alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
     for modules, policy in layout.groups_of(model):
         for module in modules:
             # Before `fully_shard`: post-forward hooks run in the order of their registration, and
@@ -85,30 +87,45 @@ def shard(
         fully_shard(
             # torch treats a list of one module differently: its hooks wait for the whole list.
             modules if len(modules) > 1 else modules[0],
-            mesh=mesh["shard"],
+            mesh=alone if modules[0] in replicated and alone is not None else mesh["shard"],
             mp_policy=policy,
             reshard_after_forward=config.strategy.placement.reshard_after_forward,
             offload_policy=offload,
             ignored_params=ignored or None,
         )
-    if layout.shape.replicate > 1:
-        _place_on_replicas(model, mesh)
+    if layout.shape.replicate > 1 or replicated:
+        _place_on_all_axes(model, mesh, replicated)
     return model
 
 
-def _place_on_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Place the sharded parameters on the ``replicate`` axis too.
+def _mesh_of_this_rank(device_type: str) -> DeviceMesh:
+    """Return a mesh of one rank, made without the other ranks."""
+    rank = dist.get_rank()
+    group = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, device_type, [rank], mesh_dim_names=("shard",))
+
+
+def _place_on_all_axes(model: nn.Module, mesh: DeviceMesh, replicated: set[nn.Module]) -> None:
+    """Place the sharded parameters on the ``replicate`` axis too, and parameters of ``replicated``
+    modules also on the ``shard`` axis.
 
     See [Note: one engine for every strategy].
     """
+    whole: set[nn.Parameter] = set()
+    for module in replicated:
+        whole.update(module.parameters())
+    outer = ("replicate",) if mesh_shape(mesh).replicate > 1 else ()
     for parameter, places in places_in(model.modules()).items():
         # `replicate_scalars` has placed its parameters on all axes already.
         if not isinstance(parameter, DTensor) or "replicate" in axis_names(parameter.device_mesh):
             continue
+        placements: list[Placement] = [Replicate()] * len(outer)
+        placements += [Replicate()] if parameter in whole else parameter.placements
         placed = DTensor.from_local(
             local_part(parameter.detach()),
-            mesh[("replicate", *axis_names(parameter.device_mesh))],
-            [Replicate(), *parameter.placements],
+            mesh[(*outer, *axis_names(parameter.device_mesh))],
+            placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
@@ -135,17 +152,24 @@ def synchronize(
     """
     groups = fsdp_groups(model)
     shard_ranks = mesh_shape(mesh).shard
+    replicated = set(layout.replicated_of(model))
     for group in groups:
+        if group.modules[0] in replicated:
+            group.replicate_over(mesh.get_group("shard"))
+    # Their gradients are final at the end of a global batch: they must not delay other buckets.
+    groups.sort(key=lambda group: group.replicated_over is not None)
+    for group in groups:
+        is_alone = shard_ranks == 1 or group.replicated_over is not None
         in_fp32 = id(group.modules[0]) in precision.fp32_modules
         communication_dtype = torch.float32 if in_fp32 else precision.reduce
         final = communication_dtype if precision.keep_reduced else None
-        group.set_dtypes(precision.sums, communication_dtype, shard_ranks, final)
-        if shard_ranks == 1 and not layout.config.cpu_offload:
+        group.set_dtypes(precision.sums, communication_dtype, 1 if is_alone else shard_ranks, final)
+        if is_alone and not layout.config.cpu_offload:
             group.share_memory(torch.float32 if in_fp32 else precision.param)
     # With one rank no collective runs over the shard axis.
     options, order = layout.config.fsdp, None
     if shard_ranks > 1:
-        _use_options(model, options)
+        _use_options(model, options, replicated)
         order = _order_of(mesh, topology) if options.keeps_order else None
     engine = ReplicaReducer(
         mesh,
@@ -177,7 +201,7 @@ def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
     return order
 
 
-def _use_options(model: nn.Module, options: FSDPConfig) -> None:
+def _use_options(model: nn.Module, options: FSDPConfig, replicated: set[nn.Module]) -> None:
     """Set the options of FSDP2 on ``model`` and its submodules. Collective over the shard group."""
     root: Any = model
     if options.reduce_scatter_buffers > 1:
@@ -186,7 +210,7 @@ def _use_options(model: nn.Module, options: FSDPConfig) -> None:
         root.set_separate_reduce_scatter_group()
     if options.symmetric_memory:
         for module in root.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule) and module not in replicated:
                 module.set_symm_mem_for_comm()
 
 
@@ -196,6 +220,8 @@ def _use_own_collectives(
     """Replace the collectives of FSDP2. Without ``order`` they are issued without a comparison."""
     number = order.add_model([group.called for group in groups]) if order is not None else 0
     for index, group in enumerate(groups):
+        if group.replicated_over is not None:
+            continue
         enter: Callable[[int, int, torch.dtype], None] = _enter_without_order
         if order is not None:
             enter = functools.partial(order.enter, number, index)

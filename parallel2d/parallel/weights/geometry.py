@@ -1,6 +1,11 @@
 """The rectangle of a tensor that this rank holds: `local_region`.
 
 Resharding intersects the rectangles of one layout with the rectangles of another layout.
+
+[Note: blocks of rows] Quantized state has one scale per block of values. Blocks are parts of the
+rows of the unsharded tensor (a row holds all dims after the first), so a split of the rows cuts no
+block. Their length is a function of the row: the largest power of two up to 256 that divides an
+eighth of it, so that up to eight tensor-parallel ranks cut no block, and 32 for other rows.
 """
 
 from __future__ import annotations
@@ -150,6 +155,64 @@ def split_dims(tensor: Tensor) -> dict[str, int]:
 def first_position(tensor: Tensor) -> int:
     """Return the position of this rank's first value in the flattened unsharded tensor."""
     return local_region(tensor).position_in(tensor.shape)
+
+
+def block_length(columns: int) -> int:
+    """Return the values of a block in rows of ``columns`` values; see [Note: blocks of rows]."""
+    block = 256
+    while block > 32 and columns % (8 * block):
+        block //= 2
+    return block
+
+
+def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of the scales of a tensor of two or more dims: [rows, blocks of a row]."""
+    columns = math.prod(shape[1:])
+    return shape[0], -(-columns // block_length(columns))
+
+
+def scales_region(tensor: Tensor) -> Region:
+    """Return the rectangle of the scales for this rank's part of ``tensor``.
+
+    Raises ValueError if the split of ``tensor`` cuts blocks.
+    """
+    region = local_region(tensor)
+    shape, inner = scales_shape(tensor.shape), math.prod(tensor.shape[2:])
+    columns = tensor.shape[1] * inner
+    block = block_length(columns)
+    begin, end = region.offsets[1] * inner, region.ends[1] * inner
+    is_cut = region.lengths[2:] != tuple(tensor.shape[2:])
+    is_cut |= bool(begin % block) or bool(end % block and end != columns)
+    found = Region((region.offsets[0], begin // block), (region.lengths[0], -(-end // block)))
+    found = Region(found.offsets, (found.lengths[0], found.lengths[1] - found.offsets[1]))
+    # torch's split of the scales must be the same.
+    if is_cut or (region.numel and local_region(_split_like(tensor, shape, found)) != found):
+        raise ValueError(
+            f"its rows of {columns} values are cut inside of blocks of {block}, from value {begin} "
+            f"to {end}"
+        )
+    return found
+
+
+def scales_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros for the scales of ``tensor``, split like it. Raises as `scales_region`."""
+    meta = _split_like(tensor, scales_shape(tensor.shape), scales_region(tensor))
+    return torch.zeros_like(meta, dtype=dtype, device=local_part(tensor).device)
+
+
+def _split_like(tensor: Tensor, shape: Sequence[int], held: Region) -> Tensor:
+    """Return a tensor of ``shape`` on meta, split like ``tensor``; this rank has ``held``."""
+    local = torch.empty(held.lengths, device="meta")
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=(shape[1], 1),
+    )
 
 
 def as_part(local: Tensor, whole: DTensor) -> DTensor:

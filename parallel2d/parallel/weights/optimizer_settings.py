@@ -77,6 +77,7 @@ def match_settings(
         own = set(group) - _NOT_OF_A_CLASS
         for settings in given if check_class else ():
             problems += _other_class(optimizer, own, settings)
+            problems += _other_dtype(group, settings)
         first = given[0] if given else {}
         # Settings of another class of optimizer would stay in the group unused.
         keys = own | _OF_SCHEDULERS if wanted else set[str]()
@@ -107,6 +108,12 @@ def _other_class(
             f"its optimizer is of another class: it has {', '.join(sorted(foreign))}, and "
             f"{type(optimizer).__name__} here has {', '.join(sorted(missing))}"
         )
+
+
+def _other_dtype(group: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    there, here = settings.get("state_dtype"), group.get("state_dtype")
+    if there is not None and here is not None and there != here:
+        yield f"its optimizer has state_dtype={there}, this one {here}"
 
 
 def _problems(

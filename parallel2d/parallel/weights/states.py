@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import among, broadcast, leader, sendable
 from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.weights.geometry import scales_like, scales_shape
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
     custom_hooks,
@@ -489,6 +490,8 @@ def new_state_tensor(
     # The step count of a parameter without dims has the same shape, but is not a `DTensor`.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if key.endswith("_scale") and tuple(shape) == scales_shape(parameter.shape):
+        return scales_like(parameter, dtype)
     # An optimizer that shares its state also has unsharded tensors of other shapes.
     shares_state = hasattr(optimizer, "spread_state")
     if tuple(shape) not in ((), (1,)) and not shares_state:

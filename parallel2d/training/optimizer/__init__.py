@@ -3,7 +3,8 @@
 `build_optimizer` returns a ``torch.optim.Optimizer`` that updates as a single process would, on any
 layout. AdamW, Adam and SGD are torch's, because they update each element separately; Muon needs
 unsharded matrices and is in `muon.py`. A custom optimizer is built by a function on the same
-parameter groups; if it needs unsharded matrices, `whole_matrices` wraps it.
+parameter groups; if it needs unsharded matrices, `whole_matrices` wraps it. The optimizers with
+state in bf16 or int8 are in `low_precision.py`.
 
 [Note: parameter groups] Every trainable parameter has default settings: weight decay for tensors
 with two or more dims, none for norms and biases. With Muon, the matrices of the repeated blocks use
@@ -33,6 +34,7 @@ from parallel2d.parallel.model_structure import hidden_matrices, near_names
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import needs_closure
 from parallel2d.parallel.weights.named_tensors import updated_by_name
+from parallel2d.training.optimizer.low_precision import low_precision_optimizer
 from parallel2d.training.optimizer.matrix_splits import MatrixInside, splits_of
 from parallel2d.training.optimizer.muon import ADAMW, MUON
 from parallel2d.training.optimizer.muon import Muon as Muon
@@ -67,18 +69,21 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     splits: dict[Tensor, list[MatrixInside]] = {}
     for name, found in splits_of(named, config.matrices).items():
         splits[named[name]] = found
-    optimizer = _new_optimizer(plan_groups(model, config), config, splits)
+    groups = plan_groups(model, config)
+    if config.state_dtype == "fp32":
+        optimizer = _new_optimizer(groups, config, splits)
+    else:
+        _log_groups(groups)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
+        seeds = [engine.keys.seed for engine in engines_in(model)]
+        optimizer = low_precision_optimizer(groups, names, config, seeds[0] if seeds else 0)
     # A plain model on one process has no engines.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)
     return optimizer
 
 
-def _new_optimizer(
-    groups: list[dict[str, Any]],
-    config: OptimizerConfig,
-    splits: Mapping[Tensor, list[MatrixInside]],
-) -> torch.optim.Optimizer:
+def _log_groups(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
         elements = sum(parameter.numel() for parameter in group["params"])
@@ -86,6 +91,14 @@ def _new_optimizer(
             f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}"
             f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
         )
+
+
+def _new_optimizer(
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    splits: Mapping[Tensor, list[MatrixInside]],
+) -> torch.optim.Optimizer:
+    _log_groups(groups)
     if config.name == "custom":
         return _custom_optimizer(groups, config)
     beta1, beta2 = config.betas

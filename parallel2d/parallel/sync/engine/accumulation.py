@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel2d.parallel.sync.engine.replica_reducer import engine_in, engines_in
+from parallel2d.parallel.sync.engine.replica_reducer import (
+    ReplicaReducer,
+    engine_in,
+    engines_in,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +43,18 @@ def accumulate(
     the gradient sums outside of ``.grad`` are dropped, and the next backward pass of the model
     reduces over both axes. Raises ValueError for an unknown mode.
     """
+    engines = engines_in(model)
     with _ready_afterwards(model, mode):
         remaining = iter(micro_batches)
         batch = next(remaining, _NOTHING)
         while batch is not _NOTHING:
             # Read one ahead: the model must be set up before the last micro-batch runs.
             following = next(remaining, _NOTHING)
-            _set_up(model, mode, last=following is _NOTHING)
+            _set_up(model, engines, mode, last=following is _NOTHING)
             yield batch  # type: ignore[misc]
             batch = following
         # Without a backward pass of the last micro-batch on this rank, sums are not reduced yet.
-        for engine in engines_in(model):
+        for engine in engines:
             if engine.pending:
                 engine.finish()
 
@@ -61,7 +66,7 @@ def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[Non
     ``mode="none"`` also omits the reduce-scatter. After an exception the sums are dropped.
     """
     with _ready_afterwards(model, mode):
-        _set_up(model, mode, last=False)
+        _set_up(model, engines_in(model), mode, last=False)
         yield
 
 
@@ -83,7 +88,7 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         discard_accumulated(model)
         raise
     finally:
-        _set_up(model, "full", last=True)
+        _set_up(model, engines_in(model), "full", last=True)
 
 
 def reduce_zeros(model: nn.Module, reductions: int) -> None:
@@ -124,11 +129,21 @@ def clear_with_gradients(model: nn.Module) -> None:
     model.zero_grad = clear  # type: ignore[method-assign]
 
 
-def _set_up(model: nn.Module, mode: str, last: bool) -> None:
-    """Set the axes of the next backward pass. ``last``: True for the global batch's last one."""
+def _set_up(model: nn.Module, engines: Sequence[ReplicaReducer], mode: str, last: bool) -> None:
+    """Set the axes of the next backward pass.
+
+    Args:
+        model: from `parallel2d.parallelize`.
+        engines: of ``model`` and the modules below it.
+        mode: one of `MODES`.
+        last: True for the last backward pass of the global batch.
+    """
     assert isinstance(model, FSDPModule), "the model did not come from parallel2d.parallelize"
     reduces_over_shards = last or mode != "none"
     reduces_over_replicas = last or mode == "full"
-    model.set_requires_gradient_sync(reduces_over_shards)
-    model.set_requires_all_reduce(reduces_over_replicas)
+    # With ``recurse`` each of these calls would walk over all modules.
+    for engine in engines:
+        for group in engine.groups:
+            group.module.set_requires_gradient_sync(reduces_over_shards, recurse=False)
+            group.module.set_requires_all_reduce(reduces_over_replicas, recurse=False)
     model.set_is_last_backward(reduces_over_replicas)

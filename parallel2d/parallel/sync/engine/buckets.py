@@ -59,6 +59,8 @@ class GroupGradients:
         self._repeats = False
         # True once autograd has ended the group in the current backward pass.
         self._has_ended = False
+        # Forwards of a conditional module in this global batch: for its result, and of its dummy
+        self.ran_module = self.ran_dummy = False
         # Means of earlier backward passes, set aside from a narrow communication dtype
         self._means: list[tuple[FSDPParameter, Tensor]] = []
 
@@ -124,7 +126,8 @@ class GroupGradients:
         # A group that ran twice is reduced twice in this pass, and its first gradients must not
         # leave before the second. Nothing announces the second reduction, so this group becomes
         # final only at the end of the backward pass.
-        if crosses and self.forwards == 1 and not self._repeats:
+        is_shared = self.group.replicated_over is None  # see `average_over_shards`
+        if crosses and self.forwards == 1 and not self._repeats and is_shared:
             self.state = ReduceState.FINAL
 
     def end_backward(self) -> None:
@@ -144,15 +147,31 @@ class GroupGradients:
             self.group.reduce_late()
             self._has_ended = False
 
+    @torch.no_grad()
+    def average_over_shards(self) -> None:
+        """Average the gradients of a group that every rank of the shard axis keeps. Collective.
+
+        A missing gradient counts as zero: only some ranks may have run the group.
+        """
+        ranks = self.group.replicated_over
+        if ranks is None or not self.group.trained:
+            return
+        bucket = Bucket(0, [self], last=True)
+        bucket.flatten()
+        dist.all_reduce(bucket.buffer(), group=ranks)
+        bucket.buffer().div_(ranks.size())
+
     def complete(self) -> None:
         """Mark the gradients as means over all data ranks, and cast them for the optimizer."""
         for parameter in self.group.trained:
             parameter.finish_dtype()
         self.state = ReduceState.AVERAGED
+        self.ran_module = self.ran_dummy = False
 
     def reset(self) -> None:
         """Drop the state of an interrupted global batch."""
         self.state = ReduceState.WAITING
+        self.ran_module = self.ran_dummy = False
         self._has_ended = False
         self._means = []
         for parameter in self.group.parameters:
@@ -161,8 +180,10 @@ class GroupGradients:
 
     def note_used(self) -> None:
         """Update `used` with the gradients of this pass."""
+        # Gradients of zeros, which backward leaves after a dummy
+        is_dummy = self.ran_dummy and not self.ran_module
         for number, parameter in enumerate(self.group.parameters):
-            if parameter.has_unsharded_gradient:
+            if parameter.has_unsharded_gradient and not is_dummy:
                 self.used[number] = True
             # A gradient of an earlier pass may be on the part that this replica updates.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:

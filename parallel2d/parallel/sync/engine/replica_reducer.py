@@ -228,6 +228,8 @@ class ReplicaReducer:
         # dropped after `complete`, because gradients may be views of their memory.
         for each in self.gradients:
             each.reduce_rest()
+        for each in self.gradients:
+            each.average_over_shards()
         if self.buckets is not None:
             self.buckets.finish()
         self._join_streams()

@@ -208,8 +208,11 @@ class OwnedParameters(ErrorFeedback):
         assert isinstance(whole, DTensor)
         names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
-        # Rows are split over the shard axis first, and the local shard over the replicas.
-        by_axis["shard"] = by_axis["replicate"] = Shard(0)
+        # Rows are split over the shard axis first, unless it keeps the parameter on every rank, and
+        # the local shard over the replicas.
+        by_axis["replicate"] = Shard(0)
+        if not by_axis["shard"].is_replicate():
+            by_axis["shard"] = Shard(0)
         used = tuple(axis for axis in axis_names(self._mesh) if axis in by_axis)
         if used not in self._meshes:
             self._meshes[used] = self._mesh[used]

@@ -1,0 +1,425 @@
+"""Modules that only some ranks run: `conditional_modules` and `run_dummies`.
+
+[Note: conditional modules] The ranks of a shard group gather and reduce each FSDP group together. A
+module that only some ranks run, such as a vision tower for batches with an image, must therefore
+not have collectives of its own, or all ranks must run it:
+
+- ``replicate``: the module is one FSDP group over a mesh of one rank, so that every rank keeps its
+  parameters. The engine averages its gradients over the shard axis at the end of a global batch,
+  and then over the replicas like all other gradients.
+- ``root``: the module has no group of its own. The root's group, or the group of a block around
+  it, gathers its parameters on all ranks.
+- ``always``: the module is sharded. A rank that has not run it runs a dummy forward, at the same
+  place of the order of collectives: before the forward of the next block. The output of the dummy
+  enters the input of that block with a gradient of zeros, so that backward reaches the module at
+  the same place on all ranks too. Gradients of dummies do not count as use of a parameter.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from parallel2d.base.config.model_and_data import CONDITIONAL
+from parallel2d.base.config.options import choice_problem
+from parallel2d.base.errors import ConfigError
+from parallel2d.parallel.fsdp_internals.sharded_model import in_backward
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    is_called,
+    near_names,
+    stays_replicated,
+)
+from parallel2d.parallel.sync.engine.buckets import GroupGradients
+
+_METHOD = "dummy_forward"
+
+
+@dataclass(frozen=True)
+class Always:
+    """A conditional module that is sharded, and that every rank runs in every forward.
+
+    Attributes:
+        dummy: ``dummy(module)`` runs the module on an input without meaning and returns its output.
+            None: the method ``dummy_forward`` of the module.
+        before: name of the module whose forward follows. None: the next repeated block.
+    """
+
+    dummy: Callable[[Any], object] | None = None
+    before: str | None = None
+
+
+Conditional = Mapping[str, str | Always]
+
+
+def conditional_modules(
+    model: nn.Module, conditional: Conditional, tensor_ranks: int, offload: bool
+) -> dict[str, str | Always]:
+    """Return the way of each conditional module by name, with patterns resolved.
+
+    Raises `ConfigError` for a pattern without a module, an unknown way, a module that the way does
+    not support, and nested conditional modules.
+    """
+    named: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # The root, with an empty name, runs on all ranks.
+        if name:
+            named[name] = module
+    found: dict[str, str | Always] = {}
+    for pattern, way in conditional.items():
+        problem = choice_problem(f"conditional: {pattern}", way, CONDITIONAL)
+        if problem is not None and not isinstance(way, Always):
+            raise ConfigError(problem)
+        matching: list[str] = []
+        for name in named:
+            # A pattern that matches a module also matches the modules below it.
+            is_outermost = not any(name.startswith(f"{other}.") for other in matching)
+            if is_outermost and fnmatch.fnmatchcase(fqn_of(name), pattern):
+                matching.append(name)
+        if not matching:
+            near = near_names(pattern, [fqn_of(name) for name in named])
+            raise ConfigError(
+                f"conditional: {pattern} is no module of {type(model).__name__}{near}"
+            )
+        found |= dict.fromkeys(matching, Always() if way == "always" else way)
+    for name, way in found.items():
+        for other in found:
+            if name.startswith(f"{other}."):
+                raise ConfigError(
+                    f"conditional: {name} is inside {other}, which is conditional too: name only "
+                    f"{other}"
+                )
+        _check(model, name, named[name], way, tensor_ranks, offload)
+    return found
+
+
+def _check(
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    way: str | Always,
+    tensor_ranks: int,
+    offload: bool,
+) -> None:
+    """Raise `ConfigError` if ``module`` does not support ``way``."""
+    if next(module.parameters(), None) is None:
+        raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
+    if way == "root":
+        return
+    if not is_called(module):
+        raise ConfigError(
+            f"conditional: {name} is a {type(module).__name__}, which has no forward: name the "
+            f"modules in it ({name}.*), or use root"
+        )
+    inside = set(module.parameters())
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in inside and not other.startswith(f"{name}."):
+            raise ConfigError(
+                f"conditional: {fqn_of(other)} is also a parameter of {name}, and modules outside "
+                "of it need it on all ranks: use root"
+            )
+    if way == "replicate":
+        if tensor_ranks > 1 or offload:
+            other = "mesh.tensor" if tensor_ranks > 1 else "cpu_offload"
+            raise ConfigError(f"conditional: {name}: replicate does not support {other}: use root")
+        return
+    assert isinstance(way, Always)
+    if way.dummy is None and not callable(getattr(module, _METHOD, None)):
+        raise ConfigError(
+            f"conditional: {name}: always needs a dummy forward: give {type(module).__name__} a "
+            f"method {_METHOD}(self), which returns self(zeros), or use "
+            "parallelize(..., conditional={name: parallel2d.Always(dummy=function)})"
+        )
+    if way.before is not None and way.before not in dict(model.named_modules()):
+        near = near_names(way.before, [each for each, _ in model.named_modules() if each])
+        raise ConfigError(f"conditional: {name}: before={way.before} is no module{near}")
+    for other, parameter in module.named_parameters():
+        if parameter.requires_grad and stays_replicated(parameter):
+            raise ConfigError(
+                f"conditional: {name}.{other} has no dimensions or no elements, which always does "
+                "not support: use root or replicate"
+            )
+
+
+def cut_groups(
+    model: nn.Module, groups: Iterable[list[nn.Module]], conditional: Conditional
+) -> list[list[nn.Module]]:
+    """Return ``groups`` without members inside ``root`` and ``replicate`` modules, cut at the
+    borders of ``always`` modules. The latter two get no group here: see `separate_modules`."""
+    inside: dict[int, str] = {}
+    for name in conditional:
+        for module in model.get_submodule(name).modules():
+            inside[id(module)] = name
+    cut: list[list[nn.Module]] = []
+    for group in groups:
+        parts: dict[str | None, list[nn.Module]] = defaultdict(list)
+        for module in group:
+            around = inside.get(id(module))
+            if around is None or isinstance(conditional[around], Always):
+                parts[around].append(module)
+        cut += parts.values()
+    return cut
+
+
+def separate_modules(
+    model: nn.Module, conditional: Conditional, separate: Collection[int]
+) -> set[int]:
+    """Return ids of the conditional modules that form a group each.
+
+    Raises `ConfigError` for modules of ``separate``, which form a group each for another reason,
+    inside a module that has no groups.
+    """
+    found: set[int] = set()
+    for name, way in conditional.items():
+        outer = model.get_submodule(name)
+        if way != "root":
+            found.add(id(outer))
+        for inner, module in outer.named_modules():
+            # A replicated module may itself be a module in fp32.
+            if isinstance(way, Always) or (way == "replicate" and not inner):
+                continue
+            if id(module) in separate:
+                raise ConfigError(
+                    f"conditional: {name}={way} has no groups inside, and "
+                    f"{'.'.join(filter(None, (name, inner)))} needs its own, as a module of "
+                    "precision.fp32_modules or with complex parameters: use always"
+                )
+    return found
+
+
+def check_places(conditional: Conditional, groups: Iterable[Sequence[str]]) -> None:
+    """Raise `ConfigError` for an ``always`` module inside one of ``groups`` except the root's."""
+    names: list[str] = []
+    for group in groups:
+        names.extend(filter(None, group))
+    for name, way in conditional.items():
+        around = [each for each in names if name.startswith(f"{each}.")]
+        if isinstance(way, Always) and around:
+            raise ConfigError(
+                f"conditional: {name} is inside {around[0]}, whose parameters are gathered "
+                "together; always supports modules between such groups only: use root or replicate"
+            )
+
+
+class _Join(torch.autograd.Function):
+    """Return a tensor unchanged, and give the outputs of dummies gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.outputs = [(each.shape, each.dtype, each.device) for each in outputs]
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Not 0 * sum(output): an output that is not finite would make the loss nan.
+        zeros = [torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.outputs]
+        return gradients[0], *zeros
+
+
+@dataclass
+class _Entry:
+    """One ``always`` module."""
+
+    name: str
+    module: nn.Module
+    dummy: Callable[[nn.Module], object]
+    before: str | None
+    gradients: list[GroupGradients] = field(default_factory=list)
+    has_run: bool = False  # in the running forward of the model
+
+
+class _DummyForwards:
+    """Runs dummies of the ``always`` modules of one model."""
+
+    def __init__(self, entries: Sequence[_Entry]) -> None:
+        self._entries = entries
+        self._running: _Entry | None = None
+        # Outputs of dummies that no block has taken
+        self._outputs: list[Tensor] = []
+        # Blocks that have begun in this forward: only the first one runs dummies
+        self._reached: set[str | None] = set()
+        self._is_checked = False
+
+    def begin(self, *_: Any) -> None:
+        """Pre-forward hook of the model."""
+        if in_backward():
+            return
+        self._outputs = []
+        self._reached = set()
+        for each in self._entries:
+            each.has_run = False
+
+    def check(self, *_: Any) -> None:
+        """Run each dummy once, on all ranks, so that all ranks raise its error.
+
+        Pre-forward hook of the model, after FSDP's. Raises `ConfigError` for a dummy that does not
+        call the module, or returns no floating-point tensor.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        for entry in self._entries:
+            with torch.no_grad():
+                output = self._call(entry)
+            has_run, entry.has_run = entry.has_run, False
+            if not has_run:
+                raise ConfigError(f"conditional: the dummy of {entry.name} did not call the module")
+            if not any(map(_is_floating, tree_leaves(output))):
+                raise ConfigError(
+                    f"conditional: the dummy of {entry.name} returned no floating-point tensor: "
+                    "return the output of the module"
+                )
+
+    def enter(self, entry: _Entry) -> None:
+        """Pre-forward hook of the module of ``entry``."""
+        if self._running is not None:
+            entry.has_run |= self._running is entry
+            return
+        # A recomputation of activations
+        if in_backward():
+            return
+        entry.has_run = True
+        # All ranks run the modules in the order of the setting.
+        for other in self._entries[: self._entries.index(entry)]:
+            if other.before == entry.before and not other.has_run:
+                self._run(other)
+        if torch.is_grad_enabled():
+            for each in entry.gradients:
+                each.ran_module = True
+
+    def reach(self, before: str | None, given: Any, named: dict[str, Any]) -> Any:
+        """Pre-forward hook of a block, or of the module ``before``.
+
+        Raises `ConfigError` if it takes no floating-point tensor, on all ranks.
+        """
+        if in_backward() or self._running is not None or before in self._reached:
+            return None
+        self._reached.add(before)
+        arguments = dict(enumerate(given)) | named
+        key = next((key for key, value in arguments.items() if _is_floating(value)), None)
+        if key is None:
+            raise ConfigError(
+                f"conditional: {before or 'the first block'} takes no floating-point tensor: give "
+                "Always(before=NAME) a module that takes one"
+            )
+        self._run_missing(before)
+        if self._outputs:
+            arguments[key] = self._join(arguments[key])
+        positional = tuple(arguments[number] for number in range(len(given)))
+        return positional, {name: arguments[name] for name in named}
+
+    def end(self, _module: nn.Module, _given: Any, output: Any) -> Any:
+        """Forward hook of the model, for entries whose block has not run."""
+        if in_backward():
+            return None
+        for before in dict.fromkeys(entry.before for entry in self._entries):
+            if before not in self._reached:
+                self._run_missing(before)
+        leaves, structure = tree_flatten(output)
+        for index, leaf in enumerate(leaves):
+            if self._outputs and _is_floating(leaf):
+                leaves[index] = self._join(leaf)
+                return tree_unflatten(leaves, structure)
+        return None
+
+    def _run_missing(self, before: str | None) -> None:
+        for entry in self._entries:
+            if entry.before == before and not entry.has_run:
+                self._run(entry)
+
+    def _run(self, entry: _Entry) -> None:
+        """Run the dummy of ``entry``. Backward must reach its outputs."""
+        output = self._call(entry)
+        if not torch.is_grad_enabled():
+            return
+        for each in entry.gradients:
+            each.ran_dummy = True
+        for leaf in tree_leaves(output):
+            if _is_floating(leaf) and leaf.requires_grad:
+                self._outputs.append(leaf)
+
+    def _call(self, entry: _Entry) -> object:
+        self._running = entry
+        try:
+            return entry.dummy(entry.module)
+        finally:
+            self._running = None
+
+    def _join(self, tensor: Tensor) -> Tensor:
+        outputs, self._outputs = self._outputs, []
+        joined: Tensor = _Join.apply(tensor, *outputs)
+        return joined
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def run_dummies(
+    model: nn.Module,
+    conditional: Conditional,
+    blocks: Sequence[tuple[str, nn.Module]],
+    gradients: Sequence[GroupGradients],
+) -> None:
+    """Install the dummies of ``always`` modules; see [Note: conditional modules].
+
+    Args:
+        model: the model, after `shard`.
+        conditional: from `conditional_modules`.
+        blocks: (name, module) of the repeated blocks.
+        gradients: all groups of the model.
+    """
+    entries = list(_entries(model, conditional, gradients))
+    if not entries:
+        return
+    dummies = _DummyForwards(entries)
+    # `prepend`: FSDP's hooks, set before, gather parameters and take outputs.
+    model.register_forward_pre_hook(dummies.begin, prepend=True)
+    model.register_forward_pre_hook(dummies.check)
+    model.register_forward_hook(dummies.end, prepend=True)
+    for entry in entries:
+        entry.module.register_forward_pre_hook(
+            lambda *_, entry=entry: dummies.enter(entry), prepend=True
+        )
+    triggers: list[tuple[str | None, nn.Module]] = []
+    for before in dict.fromkeys(entry.before for entry in entries):
+        if before is not None:
+            triggers.append((before, model.get_submodule(before)))
+    inside: set[nn.Module] = set()
+    for name in conditional:
+        inside.update(model.get_submodule(name).modules())
+    for _, block in blocks:
+        if block not in inside:
+            triggers.append((None, block))
+    for before, module in triggers:
+        module.register_forward_pre_hook(
+            lambda _module, given, named, before=before: dummies.reach(before, given, named),
+            prepend=True,
+            with_kwargs=True,
+        )
+
+
+def _entries(
+    model: nn.Module, conditional: Conditional, gradients: Sequence[GroupGradients]
+) -> Iterator[_Entry]:
+    for name, way in conditional.items():
+        if not isinstance(way, Always):
+            continue
+        module = model.get_submodule(name)
+        entry = _Entry(name, module, way.dummy or _dummy_forward, way.before)
+        modules = set(module.modules())
+        for each in gradients:
+            if each.group.modules[0] in modules:
+                entry.gradients.append(each)
+        yield entry
+
+
+def _dummy_forward(module: Any) -> object:
+    return getattr(module, _METHOD)()
