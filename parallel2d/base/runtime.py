@@ -230,11 +230,15 @@ def process_group(
     together: int | None = None,
     replica_backend: str = "gloo",
 ) -> Iterator[Runtime]:
-    """As `setup`, on a store; at the end, but not after an exception, ranks wait for each other.
-    ``together``: replicas may be lost, see `replicas`, and so many ranks start together.
-    ``replica_backend``: of collectives across them on a device."""
+    """Set up the process group on a store, and tear it down at the end; see `setup`. At the end the
+    ranks wait for each other, except after an exception.
+
+    Args:
+        together: number of ranks that start together if replicas may fail; otherwise None.
+        replica_backend: backend of collectives across replicas, for tensors on a device.
+    """
     runtime = _join(identity, store, timeout_s, first_timeout_s, host_id, together, replica_backend)
-    # After an exception the other ranks may never get to the end.
+    # After an exception the other ranks may never reach the end.
     wait_s = 0.0
     try:
         yield runtime

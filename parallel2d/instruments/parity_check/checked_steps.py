@@ -184,8 +184,8 @@ class _CheckedSteps:
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Gather the unsharded ``tensors`` on the first rank, separately for each replica that
-        differs. The order of ``tensors`` is the same on all ranks."""
+        """Gather the unsharded ``tensors`` on the first rank: one dict, or with diloco one dict per
+        replica. The order of ``tensors`` is the same on all ranks."""
         log, self._meter.log = self._meter.log, None
         rank, first = dist.get_rank(), exchange.leader()
         replicas = 1 if self._outer is None else self._checked.shape.replicate

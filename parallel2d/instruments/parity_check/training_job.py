@@ -91,9 +91,9 @@ def _checked(trainer: Trainer, notes: list[str]) -> CheckedRun:
 
 def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
     """Return the micro-batches of a data rank in ``step``, with different samples in every step.
-    They come from one global batch, as in training, or from two, for gradient accumulation. In the
-    second case the number of targets in the last micro-batch differs between data ranks, and is
-    zero on the last one."""
+    Odd steps have one global batch, as in training. Even steps have two, for gradient accumulation,
+    and the number of targets in the last micro-batch differs between data ranks; it is zero on the
+    last data rank."""
     shape = mesh_shape(trainer.mesh)
     plan = plan_batches(trainer.config, shape, data_rank, pad=trainer.plan.pads)
     size = trainer.config.train.global_batch_size

@@ -210,7 +210,11 @@ def _save_unsharded(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _explain_missing_wrapper(model: nn.Module) -> None:
-    """Give ``model`` a separate class: `fully_shard` makes one for all modules of a class."""
+    """Make ``model.module`` an error that explains the missing wrapper.
+
+    ``model`` gets a separate class, because `fully_shard` makes one class for all modules of a
+    class.
+    """
     kind = type(model)
 
     # Not a property: torch replaces the AttributeError of a property, and a property hides a child.
@@ -223,8 +227,8 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
             problem = "model.module: parallelize(...) returns the model itself, without a wrapper"
             raise AttributeError(f"{problem}; use model") from error
 
-    # A module may create others of its class, such as a slice of a sequence: as in FSDP, they are
-    # of the plain class.
+    # A module may create modules of its class, such as a slice of a sequence. As in FSDP, these
+    # have the plain class.
     def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = kind(*args, **kwargs)
         return made

@@ -190,7 +190,7 @@ class _StandIn:
             groups.append({**group, "params": [parts[each] for each in group["params"]]})
         made = object.__new__(type(optimizer))
         stand_in = cls(made, parts)
-        # Also attributes that others have set, such as the scale of a gradient scaler.
+        # This includes attributes of other code, such as the scale of a gradient scaler.
         vars(made).update(vars(optimizer), param_groups=groups, state=state)
         vars(made)[_STAND_IN] = stand_in
         return stand_in

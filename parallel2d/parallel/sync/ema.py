@@ -21,8 +21,8 @@ _AVERAGE = "_parallel2d_average"  # attribute of the model
 
 
 def trained_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return FQN -> trained parameter as all replicas share it: with ``sync=diloco`` the outer."""
-    # Unsharded parameters of a forward would hide the sharded ones.
+    """Return the trained parameters by FQN; with ``sync=diloco`` the outer parameters."""
+    # Unsharded parameters of a forward would hide the sharded parameters.
     reshard(model)
     parameters = parameters_by_name(model)
     found = {}
