@@ -1,9 +1,13 @@
 """Modules that only some ranks run: gradients, updates and states of one process, and refusals."""
 
 import copy
+import json
+import shutil
 
+import jobs
 import pytest
 import torch
+from test_replicas import differs, kill, last_row, rows_so_far, training
 from torch import nn
 
 import parallel2d
@@ -211,6 +215,58 @@ def test_resume_on_another_mesh_and_way_equals_one_process(ranks, tmp_path, numb
     ][number]
     for found in ranks.run(4, save_and_resume, tmp_path, WAYS[number], *other):
         assert max(found.values()) < 1e-10
+
+
+class Captions(nn.Module):
+    """A model of text with a tower for sequences whose first token is a multiple of 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(320, 16), nn.Linear(16, 320)
+        self.vision = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        has_image = tokens[:, :1, None] % 7 == 0
+        if has_image.any():
+            x = x + has_image * self.vision(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+JOB = (
+    "model=custom",
+    "model.target=test_conditional:Captions",
+    "model.conditional={vision: replicate}",
+)
+
+
+def test_train_command_predicts_bytes_and_keeps_the_losses_of_one_process(ranks, folder):
+    words = (*JOB, "train.micro_batch_size=2", "train.global_batch_size=8")
+    ranks.run(1, jobs.run, str(folder), str(folder / "alone"), (*words, "strategy=ddp"), 3)
+    for strategy in ("hybrid", "zero3"):
+        run = folder / strategy
+        ranks.run(4, jobs.run, str(folder), str(run), (*words, f"strategy={strategy}"), 3)
+        for row, other in zip(jobs.rows(run), jobs.rows(folder / "alone"), strict=True):
+            assert row["loss"] == pytest.approx(other["loss"], rel=1e-12)
+            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
+        for key, sent in json.loads((run / "layout.json").read_text())["predicted"].items():
+            assert row[key] == sent, (strategy, key)
+
+
+@pytest.mark.slow
+def test_failed_replica_keeps_the_losses(tmp_path, communicator):
+    shutil.copy(__file__, tmp_path)
+    more = ("launch.max_restarts=3", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2")
+    with training(tmp_path, *JOB, *more) as job:
+        jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
+        kill(job, 3)
+        jobs.wait_for(lambda: rows_so_far(tmp_path)[-1]["replicas/joined"] == 1)
+    assert differs(tmp_path, *JOB) < 1e-10
 
 
 class Late(Towers):

@@ -19,6 +19,7 @@ from parallel2d.base.errors import ConfigError
 # Prefixes of overrides with keys outside of the schema
 _OPEN = (
     *("model.arguments.", "model.arguments=", "model.tensor_plan="),
+    *("model.conditional.", "model.conditional="),
     *("data.validation.", "data.validation=", "data.arguments.", "data.arguments="),
     *("optimizer.arguments.", "optimizer.arguments="),
 )
