@@ -2,12 +2,10 @@
 
 import copy
 import json
-import shutil
 
 import jobs
 import pytest
 import torch
-from test_replicas import differs, kill, last_row, rows_so_far, training
 from torch import nn
 
 import parallel2d
@@ -256,17 +254,6 @@ def test_train_command_predicts_bytes_and_keeps_the_losses_of_one_process(ranks,
             assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
         for key, sent in json.loads((run / "layout.json").read_text())["predicted"].items():
             assert row[key] == sent, (strategy, key)
-
-
-@pytest.mark.slow
-def test_failed_replica_keeps_the_losses(tmp_path, communicator):
-    shutil.copy(__file__, tmp_path)
-    more = ("launch.max_restarts=3", "launch.nproc_per_node=4", "mesh.replicate=2", "mesh.shard=2")
-    with training(tmp_path, *JOB, *more) as job:
-        jobs.wait_for(lambda: last_row(tmp_path) > (5, 1))
-        kill(job, 3)
-        jobs.wait_for(lambda: rows_so_far(tmp_path)[-1]["replicas/joined"] == 1)
-    assert differs(tmp_path, *JOB) < 1e-10
 
 
 class Late(Towers):
