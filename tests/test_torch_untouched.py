@@ -146,5 +146,22 @@ def test_torch_is_unchanged_with_each_strategy_and_a_context_axis(tmp_path, job)
     assert not _run(tmp_path, job, 4)
 
 
+def test_function_mode_stays_while_torch_looks_for_it():
+    """The garbage collector may free a model between torch's check for function modes and its use
+    of a mode.
+    """
+    import torch
+
+    from parallel2d.parallel.parallelize import script_checks
+
+    before = torch._C._len_torch_function_stack()
+    script_checks.function_mode.activate(list)
+    inside = compile("freed()", str(Path(torch.__file__).with_name("inside.py")), "exec")
+    exec(inside, {"freed": script_checks._deactivate_unused})
+    assert torch._C._len_torch_function_stack() == before + 1
+    gc.collect()
+    assert torch._C._len_torch_function_stack() == before
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -7,7 +7,10 @@ local shard: if a backward pass follows, the agreement of its ranks notifies the
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from parallel2d.parallel.parallelize.script_checks import function_mode
 from parallel2d.parallel.parallelize.script_checks.forward_audit import audit_forwards
 from parallel2d.parallel.parallelize.script_checks.function_mode import refusal as refusal
 from parallel2d.parallel.parallelize.unsharded_parameters import UnshardedParameters
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # The active checks
 _checks: list[weakref.ref[_ScriptChecks]] = []
@@ -111,8 +116,42 @@ def _end(reference: weakref.ref[_ScriptChecks]) -> None:
     """End the checks of a model after their last step, or when the model is gone."""
     if reference in _checks:
         _checks.remove(reference)
-    if not _checks:
-        function_mode.deactivate()
+    _deactivate_unused()
+
+
+class _Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+# Objects that call `_deactivate_unused` when they are freed
+_retries: list[weakref.ref[_Cycle]] = []
+# torch's code between a check for function modes and its call of a mode has fewer frames.
+_DEPTH = 6
+
+
+def _deactivate_unused(freed: weakref.ref[_Cycle] | None = None) -> None:
+    """Deactivate the function mode if no model has checks.
+
+    The garbage collector may run this inside of torch, after torch has seen that a mode is active
+    and before it takes the mode off the stack: without the mode torch raises an error there. Then
+    the next run of the garbage collector tries again.
+    """
+    if freed is not None:
+        _retries.remove(freed)
+    if _checks:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None or frame.f_code is after_step.__code__:
+            break
+        if frame.f_code.co_filename.startswith(_TORCH):
+            _retries.append(weakref.ref(_Cycle(), _deactivate_unused))
+            return
+        frame = frame.f_back
+    function_mode.deactivate()
 
 
 def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
