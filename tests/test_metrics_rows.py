@@ -185,6 +185,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         joins=False,
         preempted_ranks=[],
         ready_ranks=set(),
+        replicas_lost_s=0.0,
         store_ends=False,
         loss=1.0,
         grad_norm=1.0,

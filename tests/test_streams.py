@@ -240,8 +240,9 @@ MUTATIONS = (
 )
 
 
-# These two run more than a hundred steps each.
+# The first two run more than a hundred steps each. All mutants of the last two are redundant.
 LONG = [("wait_stream", SYNC), ("work.wait", SYNC)]
+LONG += [("stream context", f"{TRAINING}.checkpoint"), ("synchronize", TRAINING)]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class FixedQuorum:
     """The quorum of a job in which no replica may fail: the same in every step."""
 
     needs_all = is_ready = False
-    lost_s = 0.0
+    lost_s = total_lost_s = 0.0
 
     def __init__(self, plan: BatchPlan, data_ranks: int) -> None:
         self._assignment = Assignment(plan, data_ranks)

@@ -217,6 +217,8 @@ class StepQuorum:
         all replicas must save and stop with it: too few replicas would remain, or the store would
         end with the node of this rank."""
         self._lost_since = time.perf_counter()
+        # Each replica measures its own waits. Any of them may write the next row.
+        self._totals[keys.REPLICAS_LOST_S] = max(self.total_lost_s, outcome.replicas_lost_s)
         ready = []
         for each in self._quorum.joined:
             if outcome.ready_ranks.issuperset(self._quorum.ranks[each[0]]):
@@ -243,6 +245,11 @@ class StepQuorum:
     def is_ready(self) -> bool:
         """True if this replica will have the state after this step, and contributes afterwards."""
         return self._receiver is not None and self._receiver.is_last_step
+
+    @property
+    def total_lost_s(self) -> float:
+        """Seconds lost to failures and joins since the last start of all ranks."""
+        return self._totals[keys.REPLICAS_LOST_S]
 
     def repeats_evaluation(self) -> bool:
         """True if the quorum has changed between the last `plan` and the last all-reduce over all

@@ -76,6 +76,7 @@ class StepOutcome:
     joins: bool  # a replica waits to join
     preempted_ranks: list[int]  # the preempted ranks
     ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
+    replicas_lost_s: float  # lost seconds before this step, the largest measured value
     store_ends: bool  # one of them is on the node with the store of the other nodes
     ranks: list[RankReport]  # measurements in the previous step, by rank
 

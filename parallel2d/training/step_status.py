@@ -49,6 +49,7 @@ class RankStatus:
     stop_requested: bool
     save_is_due: bool
     is_ready: bool  # the rank contributes to the next step, for the first time
+    replicas_lost_s: float  # lost seconds so far, as this replica measured them
     report: RankReport
 
 
@@ -113,7 +114,7 @@ class StepStatus:
         counts = [own.tokens, own.sample_hash, own.upcoming_tokens]
         first = [*about, *wishes, *(count * self.counts for count in counts)]
         # Each rank fills another row, so the sum contains the reports of all ranks.
-        row = [own.stop_requested, own.is_ready, *own.report.floats()]
+        row = [own.stop_requested, own.is_ready, own.replicas_lost_s, *own.report.floats()]
         report = torch.tensor(row, dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
@@ -184,7 +185,8 @@ class StepStatus:
             joins=about[1].item() > 0,
             preempted_ranks=asked,
             ready_ranks=ready,
+            replicas_lost_s=max(row[2] for row in by_rank),
             store_ends=wishes[1].item() > 0,
-            ranks=[own.report.with_floats(row[2:]) for row in by_rank],
+            ranks=[own.report.with_floats(row[3:]) for row in by_rank],
         )
         return outcome, int(upcoming_tokens)

@@ -472,6 +472,7 @@ class Trainer(TrainerParts):
             stop_requested=self.callbacks.stop_requested(),
             save_is_due=self.checkpointer.time_is_up(),
             is_ready=self.quorum.is_ready,
+            replicas_lost_s=self.quorum.total_lost_s,
             report=self._measured,
         )
 
