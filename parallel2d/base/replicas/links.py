@@ -197,7 +197,7 @@ class Hierarchy:
         return bool(has_result.item())
 
     def least(self, value: float) -> float:
-        """Return the least ``value`` of the ranks of this replica. Collective over them."""
+        """Return the least ``value`` of the ranks of this replica. Collective over these ranks."""
         least = torch.tensor([value], dtype=torch.float64)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN

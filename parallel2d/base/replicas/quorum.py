@@ -358,11 +358,11 @@ class Quorum:
                 return result
 
     def vote(self, is_well: bool) -> bool:
-        """True if ``is_well`` on all ranks of this replica. Collective over them."""
+        """True if ``is_well`` on all ranks of this replica. Collective over these ranks."""
         return bool(self.least(is_well))
 
     def least(self, value: float) -> float:
-        """Return the least ``value`` of the ranks of this replica. Collective over them."""
+        """Return the least ``value`` of the ranks of this replica. Collective over these ranks."""
         assert self._hierarchy is not None, "after divide"
         return self._hierarchy.least(value)
 
@@ -471,7 +471,7 @@ class Quorum:
 
     def end(self) -> None:
         """End the job. Replicas that wait to join end too. Collective."""
-        self.phase = Phase.ENDING  # the node of the store may end first; a lost store is no error
+        self.phase = Phase.ENDING  # the node of the store may end first; this is not an error
         dist.barrier()
         self.links.may_fail = False
         if self.rank == self.first_rank:
