@@ -24,9 +24,10 @@ from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
 from parallel2d.training.data.feed import BatchPlan
 from parallel2d.training.fixed_quorum import Assignment, assign
+from parallel2d.training.kept_buffers import KeptBuffers
 from parallel2d.training.metrics import keys
 from parallel2d.training.progress import StepOutcome
-from parallel2d.training.state_transfer import KeptBuffers, Receiver, Sender, start_senders
+from parallel2d.training.state_transfer import Receiver, Sender, start_senders
 from parallel2d.training.trainer_parts import TrainerParts
 
 _TOTALS = (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S, keys.LEFT_OUT_STEPS)

@@ -31,8 +31,8 @@ from parallel2d.base.metering import control_traffic
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated, no_sync
 from parallel2d.training.data.batch import IGNORED, Batch
 from parallel2d.training.data.stream import SampleStream
+from parallel2d.training.kept_buffers import KeptBuffers
 from parallel2d.training.loss.model_loss import ModelLoss
-from parallel2d.training.state_transfer import KeptBuffers
 
 log = logging.getLogger(__name__)
 

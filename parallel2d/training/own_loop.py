@@ -22,7 +22,8 @@ from parallel2d.parallel.mesh import data_coordinate, live_data_ranks, mesh_shap
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
-from parallel2d.training.state_transfer import KeptBuffers, Receiver, start_senders
+from parallel2d.training.kept_buffers import KeptBuffers
+from parallel2d.training.state_transfer import Receiver, start_senders
 
 
 class Replicas:

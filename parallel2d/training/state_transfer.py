@@ -1,19 +1,19 @@
-"""The transfer of the state to a joining replica, rank by rank (`Sender`, `Receiver`), and the
-buffers that a repeated step restores (`KeptBuffers`).
+"""The transfer of the state to a joining replica, rank by rank: `Sender`, `Receiver`.
 
-[Note: nobody waits for a replica that joins] The joining replica is a member from the start of a
-step. Until it has the state, it computes no part of the global batches: its gradients in the
-reductions are zeros, and afterwards its ``.grad`` is the mean of the other replicas. It runs the
-same optimizer updates as they do. First it receives the state that is not streamed, such as step
-counts. Then the donor streams the tensors of each parameter (values, EMA, optimizer state) in
-*units*, during forward and backward, when they do not change. The joining replica writes a unit
-before its next update. From then on each update keeps the unit equal to the donor's. Therefore the
-donor stops before each update, wherever the stream is, and no other replica waits.
+[Note: join without a wait] The joining replica is a member from the start of a step. Until it has
+the state, it computes no part of the global batches. Its gradients in the
+reductions are zeros, so its ``.grad`` after a reduction is the mean of the other replicas. The
+joining replica runs the same optimizer updates as the others. First it receives the state that is
+not streamed, such as step counts. Then the donor streams the tensors of each parameter (values,
+EMA, optimizer state) in *units*, during forward and backward, when these tensors do not change. The
+joining replica writes a unit before its next update. From then on each update keeps the unit equal
+to the donor's unit. Therefore the donor can stop the stream before each update, after any unit, and
+no other replica waits.
 
 The elements of a parameter are divided into several units if the optimizer updates each element
-independently. Matrices of Muon are complete in one unit. Other optimizers may combine parameters,
-and with ``sync=diloco`` the replicas differ: there all of the state comes before the stream, and
-the others wait for it. So does a state of less than `SMALL_BYTES`.
+independently. Matrices of Muon are complete in one unit. In three cases the state has no units, and
+the other replicas wait for all of the state in one step: other optimizers, which may combine
+parameters; ``sync=diloco``, where the replicas differ; a state of less than `SMALL_BYTES`.
 
 The joining replica sends its position in the stream at the start of each step, so any replica can
 continue after the donor has failed. All units that were complete before are still valid. Forward
@@ -70,10 +70,10 @@ from parallel2d.training.checkpoint.state import (
 )
 from parallel2d.training.optimizer.muon import MUON, Muon
 
-UNIT_BYTES = 2**18  # of one rank: 10 ms at 200 Mbit/s
-SMALL_BYTES = 2**22  # of all ranks of a replica
-# During reductions over the replicas, the stream pauses after a unit for so many times its seconds:
-# most of the bandwidth is for the gradients.
+UNIT_BYTES = 2**18  # per rank: 10 ms at 200 Mbit/s
+SMALL_BYTES = 2**22  # sum over the ranks of a replica
+# During reductions over the replicas, the stream pauses after each unit. The pause is this multiple
+# of the seconds of the unit, so that the gradients have most of the bandwidth.
 _PAUSE = 3
 _LOG_EVERY_S = 10.0
 _END, _UNIT, _BUFFERS = range(3)  # the next message of a session
@@ -117,13 +117,12 @@ class _Unit(NamedTuple):
 
 
 class _State:
-    """The state of this rank as donor and joining replica divide it. Equal on both, apart from the
-    values.
+    """The division of this rank's state into units, equal on the donor and the joining replica.
 
     Attributes:
         tensors: all tensors, by name.
-        units: the stream.
-        nbytes: of the stream, of all ranks of a replica.
+        units: the units, in the order of the stream.
+        nbytes: size of all units, summed over the ranks of a replica.
         later: the names of the tensors that come in units or after them.
         buffers: the tensors that come after the units.
     """
@@ -189,8 +188,8 @@ def _size(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
 
 
 class Sender:
-    """Sends the state of this rank to its peer of ``joiner``. ``state``: the plain values that come
-    first, with the ``step``."""
+    """Sends the state of this rank to the rank of ``joiner`` at the same position. ``state``: the
+    plain values of the first message, including ``step``."""
 
     def __init__(
         self,
@@ -392,39 +391,6 @@ class Receiver:
                 self._position += 1
         if stream is not None:
             stream.synchronize()
-
-
-class KeptBuffers:
-    """Copies of a model's buffers, which a repeated step restores: forward passes may write to
-    buffers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = list(model.buffers())
-        # By index in `_buffers`: the version of a buffer at its last copy, and the copy
-        self._kept: dict[int, tuple[int, Tensor]] = {}
-
-    def keep(self) -> None:
-        """Copy the buffers that were written to since their last copy. Called before a step."""
-        for index in self._written():
-            buffer = self._buffers[index]
-            self._kept[index] = buffer._version, buffer.clone()
-
-    def put_back(self) -> None:
-        """Restore the values of the last `keep`."""
-        for index in self._written():
-            self._buffers[index].copy_(self._kept[index][1])
-
-    def _written(self) -> list[int]:
-        """Return the indices of the buffers that were written to since their last copy."""
-        versions = []
-        for each in self._buffers:
-            versions.append(each._version)
-        kept = [self._kept.get(index, (None,))[0] for index in range(len(versions))]
-        found: list[int] = []
-        for index, now in enumerate(versions):
-            if now != kept[index]:
-                found.append(index)
-        return found
 
 
 def start_senders(

@@ -1,0 +1,39 @@
+"""Copies of a model's buffers for a repeated step, because forward passes may change them:
+`KeptBuffers`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class KeptBuffers:
+    """Copies of a model's buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        # By index in `_buffers`: the version of a buffer at its last copy, and the copy
+        self._kept: dict[int, tuple[int, Tensor]] = {}
+
+    def keep(self) -> None:
+        """Copy the buffers that were written to since their last copy. Called before a step."""
+        for index in self._written():
+            buffer = self._buffers[index]
+            self._kept[index] = buffer._version, buffer.clone()
+
+    def put_back(self) -> None:
+        """Restore the values of the last `keep`."""
+        for index in self._written():
+            self._buffers[index].copy_(self._kept[index][1])
+
+    def _written(self) -> list[int]:
+        """Return the indices of the buffers that were written to since their last copy."""
+        versions = []
+        for each in self._buffers:
+            versions.append(each._version)
+        kept = [self._kept.get(index, (None,))[0] for index in range(len(versions))]
+        found: list[int] = []
+        for index, now in enumerate(versions):
+            if now != kept[index]:
+                found.append(index)
+        return found
