@@ -66,6 +66,19 @@ state_transfer._Unit.read = slowly
 """
 
 
+# The first donor fails before its last message, which belongs to a committed step.
+LAST = """
+import signal
+message = state_transfer._message
+def dying(kind):
+    if kind == state_transfer._BUFFERS and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return message(kind)
+state_transfer._message = dying
+"""
+
+
 @contextlib.contextmanager
 def training(folder, *words, hooks=SLOWLY):
     """A job that trains slowly inside, and must have saved when it is asked to stop at the end."""
@@ -269,10 +282,11 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, comm
         ((), ("strategy=ddp", "train.ema=0.9")),
         pytest.param((0,), ("strategy=ddp", *MUON), marks=pytest.mark.slow),
         pytest.param((2,), ("strategy=ddp",), marks=pytest.mark.slow),
+        pytest.param(LAST, ("strategy=ddp",), marks=pytest.mark.slow),
         pytest.param((), ("strategy=hybrid", "train.ema=0.9", *MUON), marks=pytest.mark.slow),
         pytest.param((0,), ("strategy=hybrid", "train.ema=0.9"), marks=pytest.mark.slow),
     ],
-    ids=["ema", "donor, muon", "joining", "hybrid, muon", "hybrid, donor"],
+    ids=["ema", "donor, muon", "joining", "last message", "hybrid, muon", "hybrid, donor"],
 )
 def test_others_train_while_the_state_streams(tmp_path, communicator, victims, words):
     """A replica receives its state during several steps. Meanwhile its donor or the replica itself
@@ -285,11 +299,14 @@ def test_others_train_while_the_state_streams(tmp_path, communicator, victims, w
     if shards == 2:
         more += ["mesh.shard=2"]
     last = replicas * shards - 1
+    hooks = SLOWLY + STREAMED
+    if victims == LAST:
+        hooks, victims = hooks + LAST, ()
 
     def sent():
         return sum(len(path.read_text().split()) for path in tmp_path.glob("sent-*"))
 
-    with training(tmp_path, *words, *more, hooks=SLOWLY + STREAMED) as job:
+    with training(tmp_path, *words, *more, hooks=hooks) as job:
         jobs.wait_for(lambda: last_row(tmp_path) > (5, replicas - 1))
         kill(job, last)
         jobs.wait_for(lambda: sent() > 5)
@@ -297,11 +314,14 @@ def test_others_train_while_the_state_streams(tmp_path, communicator, victims, w
             before = len(rows_so_far(tmp_path))
             kill(job, victim)
             jobs.wait_for(lambda at=before: len(rows_so_far(tmp_path)) > at + 3)
+        if LAST in hooks:
+            jobs.wait_for(lambda: last_row(tmp_path)[1] == 1)
         jobs.wait_for(lambda: last_row(tmp_path)[1] == replicas)
         step, _ = last_row(tmp_path)
         jobs.wait_for(lambda: last_row(tmp_path)[0] > step + 5)
     assert differs(tmp_path, *words) < 1e-10
     rows = jobs.rows(tmp_path / "run")
+    assert rows[-1]["replicas/joined"] == (2 if LAST in hooks or 0 in victims else 1)
     partly = [row["replicas/present"] < replicas for row in rows]
     assert sum(partly) > 10, "the others have trained meanwhile"
 

@@ -1,4 +1,4 @@
-"""The quorum of each step of a `Trainer` whose replicas may fail: `StepQuorum`.
+"""The quorum of each step of a `Trainer` in a job with replicas that may fail: `StepQuorum`.
 
 See [Note: replicas that never stop] in `parallel2d.base.replicas`, and [Note: join without a wait]
 in `state_transfer`.
@@ -30,11 +30,11 @@ from parallel2d.training.progress import StepOutcome
 from parallel2d.training.state_transfer import Receiver, Sender, start_senders
 from parallel2d.training.trainer_parts import TrainerParts
 
-_TOTALS = (keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S, keys.LEFT_OUT_STEPS)
+_TOTALS = (keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S, keys.LEFT_OUT_STEPS)
 
 
 class StepQuorum:
-    """The quorum of a job whose replicas may fail. All ranks of a replica make the same calls.
+    """The quorum of a job with replicas that may fail. All ranks of a replica make the same calls.
 
     Args:
         parts: the parts of the trainer.
@@ -80,6 +80,9 @@ class StepQuorum:
         self.lost_s = 0.0
         self._step_began = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
+        # All replicas that have joined. A replica may join again without a restart, if its donor
+        # failed before the last buffers: then the others had counted it.
+        self._have_joined: set[Member] = set()
 
     @property
     def needs_all(self) -> bool:
@@ -100,7 +103,7 @@ class StepQuorum:
 
     @property
     def _computing(self) -> list[Member]:
-        """The replicas that divide the global batches: those with the state."""
+        """The replicas with the state, which divide the global batches."""
         joined = self._quorum.joined
         return [each for each in self._quorum.members if each not in joined]
 
@@ -153,7 +156,7 @@ class StepQuorum:
         self.lead()
         if quorum.epoch != self._assigned:
             self._follow_members()
-            state = {**self._shared_state(), "totals": self._totals}
+            state = {**self._shared_state(), "totals": self._all_totals}
             self._senders = start_senders(
                 self._model, self._optimizer, quorum, quorum.joined, state
             )
@@ -266,7 +269,8 @@ class StepQuorum:
 
     def metrics(self) -> dict[str, float]:
         """Return the values for a row of metrics."""
-        return {keys.REPLICAS: len(self._quorum.complete_replicas), **self._totals}
+        live, joined = len(self._quorum.complete_replicas), len(self._have_joined)
+        return {keys.REPLICAS: live, keys.REPLICAS_JOINED: joined, **self._totals}
 
     # Changes of members
 
@@ -345,9 +349,9 @@ class StepQuorum:
         if before > step:
             self.lead()  # before `Trainer.load_state_dict`, so that the rows of later steps remain
         seconds = self._count_lost()
-        self._totals[keys.REPLICAS_JOINED] += len(quorum.joined)
+        self._have_joined.update(quorum.joined)
         self._totals[keys.REPEATED_SAMPLES] += (before - step) * self._plan.global_batch_size
-        self._totals = broadcast(self._totals)
+        self._set_totals(broadcast(self._all_totals))
         quorum.complete_join(quorum.members)
         self._assigned = quorum.epoch
         return state, f"replicas   rolled back from step {before} to {step} after {seconds:.2f} s"
@@ -355,7 +359,7 @@ class StepQuorum:
     # A joining replica, and its donor
 
     def _join(self) -> dict[str, Any] | None:
-        """Become a member, which receives the state in this step and the next ones. Returns the
+        """Become a member that receives the state in this step and the next steps. Return the
         values of `Trainer.shared_state`; None if the replica still has no state."""
         quorum = self._quorum
         quorum.regroup(admit=True)
@@ -366,7 +370,7 @@ class StepQuorum:
             return None
         assert manifest is not None, "on all ranks of the replica"
         state = manifest.state
-        self._totals = state["totals"]
+        self._set_totals(state["totals"])
         self._checkpointer.follow(state["step"])
         if state["forward_crosses"]:
             self._receiver.start_step()
@@ -390,7 +394,7 @@ class StepQuorum:
             self._complete_joins(joined, state["step"] + 1)
 
     def _finish_transfers(self) -> float:
-        """End the transfers of this step. The state may change afterwards. Returns the seconds of
+        """End the transfers of this step. The state may change afterwards. Return the seconds of
         waiting. Collective over the ranks of this replica."""
         seconds = 0.0
         for sender in self._senders:
@@ -411,12 +415,21 @@ class StepQuorum:
         """Count the replicas ``ready``, which have the state, as contributors from ``step`` on."""
         if not ready:
             return
-        self._totals[keys.REPLICAS_JOINED] += len(ready)
+        self._have_joined.update(ready)
         self._senders = [each for each in self._senders if each.joiner not in ready]
         if self._quorum.own in ready:
             self._receiver = None
         self._quorum.complete_join(ready)
         self._log(f"training from step {step}")
+
+    @property
+    def _all_totals(self) -> tuple[dict[str, float], list[Member]]:
+        """The totals for a joining replica: values by key, and the replicas that have joined."""
+        return self._totals, sorted(self._have_joined)
+
+    def _set_totals(self, totals: tuple[dict[str, float], list[Member]]) -> None:
+        self._totals = totals[0]
+        self._have_joined = {(number, incarnation) for number, incarnation in totals[1]}
 
     def _discard_gradients(self) -> None:
         discard_accumulated(self._model)
