@@ -14,6 +14,7 @@ import termios
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 from training import loss_of_logits
 
@@ -27,7 +28,7 @@ from parallel2d.training.metrics.late_ranks import describe_late
 from parallel2d.training.metrics.recorder import WINDOW, Goodput, Recorder, Stragglers
 from parallel2d.training.metrics.tags import OF_AN_AXIS, derived, description
 from parallel2d.training.metrics.writer import LAYOUT, OPTIONAL, MetricsWriter
-from parallel2d.training.progress import Progress, RankReport, StepOutcome
+from parallel2d.training.progress import Progress, RankReport, RankReports, StepOutcome
 
 HOSTS = ["node-a/1", "node-a/1", "node-b/2", "node-b/2"]
 
@@ -180,7 +181,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         hosts=HOSTS,
     )
     recorder.begin(0)
-    measured = [RankReport(seconds, {}, {})] * ranks
+    measured = RankReports([seconds] * ranks, {}, {})
     outcome = StepOutcome(
         joins=False,
         preempted_ranks=[],
@@ -196,7 +197,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         finite=True,
         preempted=False,
         save_is_due=False,
-        ranks=measured,
+        reports=measured,
     )
     for step, step_s in enumerate((seconds, 2 * seconds, seconds), 1):
         is_last = step == 3
@@ -371,3 +372,22 @@ def test_restart_logs_the_number_of_lost_steps(tmp_path, rows, message):
     recorder.begin(0)
     assert [line for line in said if message and message in line] == said
     assert len(said) == (message is not None)
+
+
+def test_reports_of_more_ranks_need_no_more_calls():
+    own = RankReport(1.0, {"memory": 2.0}, {"bytes": 3.0, "calls": 4.0})
+
+    def calls(ranks):
+        values = torch.tensor([own.floats()] * ranks, dtype=torch.float64)
+        counted = []
+        sys.setprofile(lambda _frame, event, _argument: counted.append(event))
+        try:
+            reports = own.of_all(values)
+        finally:
+            sys.setprofile(None)
+        assert reports.busy_s == [1.0] * ranks
+        assert reports.memory == {"memory": 2.0}
+        assert reports.communication == {"bytes": 3.0 * ranks, "calls": 4.0 * ranks}
+        return len(counted)
+
+    assert calls(1024) == calls(8)

@@ -1,13 +1,17 @@
 """Values that the loop, the metrics and the checkpoints exchange: the position of a run
-(`Progress`), the result of a step (`StepOutcome`), the measurements of a rank (`RankReport`), and
-the metrics for `checkpoint.keep_best` and `train.stop` (`WatchedMetrics`)."""
+(`Progress`), the result of a step (`StepOutcome`), the measurements of a rank and of all ranks
+(`RankReport`, `RankReports`), and the metrics for `checkpoint.keep_best` and `train.stop`
+(`WatchedMetrics`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from torch import Tensor
 
 from parallel2d.base.config import TrainConfig
 from parallel2d.base.errors import did_you_mean
@@ -36,8 +40,7 @@ class Progress:
         self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
 
 
-# Not frozen: a step creates one per rank, and a frozen dataclass takes four times as long.
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class RankReport:
     """Measurements of one rank in a step. All ranks receive them in the status all-reduce of the
     next step, as a list of floats; see [Note: one status all-reduce per step] in `step_status.py`.
@@ -52,12 +55,28 @@ class RankReport:
         """Return all numbers in the same order on every rank."""
         return [self.busy_s, *self.memory.values(), *self.communication.values()]
 
-    def with_floats(self, values: Sequence[float]) -> RankReport:
-        """Return the report of another rank with these ``values`` of `floats`."""
+    def of_all(self, values: Tensor) -> RankReports:
+        """Return the reports of all ranks, from ``values`` [rank, floats] in fp64 on CPU.
+
+        A job may have a thousand ranks, so no object per rank is made in a step.
+        """
         end = 1 + len(self.memory)
-        memory = dict(zip(self.memory, values[1:end], strict=True))
-        communication = dict(zip(self.communication, values[end:], strict=True))
-        return RankReport(values[0], memory, communication)
+        largest = values[:, 1:end].amax(0).tolist()
+        totals = values[:, end:].sum(0).tolist()
+        return RankReports(
+            values[:, 0].tolist(),
+            dict(zip(self.memory, largest, strict=True)),
+            dict(zip(self.communication, totals, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class RankReports:
+    """Measurements of all ranks in the previous step."""
+
+    busy_s: list[float]  # by rank; 0 for a failed rank
+    memory: Mapping[str, float]  # the largest values
+    communication: Mapping[str, float]  # the sums over the ranks
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ class StepOutcome:
     ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
     replicas_lost_s: float  # lost seconds before this step, the largest measured value
     store_ends: bool  # one of them is on the node with the store of the other nodes
-    ranks: list[RankReport]  # measurements in the previous step, by rank
+    reports: RankReports
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:

@@ -165,13 +165,8 @@ class StepStatus:
         finite = bool(sums.isfinite().all() and squares.isfinite().all())
         norms = (squares.sqrt() / loss_scale).tolist()
         live_replicas = live_ranks / self._ranks_of_replica if len(norms) > 1 else 1.0
-        by_rank = rows.view(dist.get_world_size(), -1).tolist()
-        asked, ready = [], set()
-        for rank, row in enumerate(by_rank):
-            if row[0]:
-                asked.append(rank)
-            if row[1]:
-                ready.add(rank)
+        by_rank = rows.view(dist.get_world_size(), -1)
+        asked = by_rank[:, 0].nonzero().flatten().tolist()
         outcome = StepOutcome(
             loss=loss_sum / max(tokens, 1.0) if finite else math.nan,
             grad_norm=sum(norms) / live_replicas if finite else math.nan,
@@ -184,9 +179,9 @@ class StepStatus:
             save_is_due=wishes[0].item() > 0,
             joins=about[1].item() > 0,
             preempted_ranks=asked,
-            ready_ranks=ready,
-            replicas_lost_s=max(row[2] for row in by_rank),
+            ready_ranks=set(by_rank[:, 1].nonzero().flatten().tolist()),
+            replicas_lost_s=by_rank[:, 2].max().item(),
             store_ends=wishes[1].item() > 0,
-            ranks=[own.report.with_floats(row[3:]) for row in by_rank],
+            reports=own.report.of_all(by_rank[:, 3:]),
         )
         return outcome, int(upcoming_tokens)

@@ -27,7 +27,7 @@ from parallel2d.training.metrics.late_ranks import Position
 from parallel2d.training.metrics.metrics_row import seconds_in
 from parallel2d.training.metrics.phases import StepProfiler
 from parallel2d.training.metrics.writer import MetricsWriter
-from parallel2d.training.progress import Progress, RankReport, StepOutcome
+from parallel2d.training.progress import Progress, RankReport, RankReports, StepOutcome
 
 log = logging.getLogger(__name__)
 
@@ -197,10 +197,10 @@ class Recorder:
             self._outer[keys.OUTER_NORM] = outcome.outer_norm
         if seconds.get("checkpoint_s"):
             self._saved_at = time.perf_counter()
-        busy_s = [report.busy_s for report in outcome.ranks]
+        busy_s = outcome.reports.busy_s
         if not first:
             self._warn(self._stragglers.check(busy_s))
-            self._add(seconds, outcome.ranks, live_ranks)
+            self._add(seconds, outcome.reports, live_ranks)
         is_due = progress.step % self.log_every == 0
         if not any((first, last, is_due, validation is not None)):
             return None
@@ -235,24 +235,20 @@ class Recorder:
             keys.BATCH_HASH: outcome.batch_hash,
             keys.SKIPPED_STEPS: progress.skipped,
         }
-        for key in outcome.ranks[0].memory:
-            row[key] = max(report.memory[key] for report in outcome.ranks)
+        row |= outcome.reports.memory
         if row.get(keys.RESERVED_GIB):
             row[keys.FRAGMENTATION] = 1 - row[keys.ALLOCATED_GIB] / row[keys.RESERVED_GIB]
         return row | self._goodput.row() | self._outer
 
-    def _add(
-        self, seconds: Mapping[str, float], reports: Sequence[RankReport], live_ranks: int
-    ) -> None:
+    def _add(self, seconds: Mapping[str, float], reports: RankReports, live_ranks: int) -> None:
         """Add one step of ``live_ranks`` to the sums: the seconds of this step, the traffic of the
         previous one."""
         self._rank_s += seconds["step_s"] * live_ranks
         # Failed ranks report nothing.
-        reporting = sum(report.busy_s > 0 for report in reports) or len(reports)
+        reporting = len(reports.busy_s) - reports.busy_s.count(0.0) or len(reports.busy_s)
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
-        for key in reports[0].communication:  # the same on all ranks
-            total = sum(report.communication[key] for report in reports)
+        for key, total in reports.communication.items():
             self._sums[key] += total / reporting
         self._counted += 1
         self._steady_s += seconds["step_s"]
