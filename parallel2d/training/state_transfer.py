@@ -25,6 +25,7 @@ then receives the complete state before the step, and all replicas wait for it.
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -121,7 +122,7 @@ class _State:
 
     Attributes:
         tensors: all tensors, by name.
-        units: the units, in the order of the stream.
+        count: number of units of the stream.
         nbytes: size of all units, summed over the ranks of a replica.
         later: the names of the tensors that come in units or after them.
         buffers: the tensors that come after the units.
@@ -136,18 +137,27 @@ class _State:
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self.later = {f"model/{name}" for name in buffer_names(model)}
         self.buffers = [local_part(tensors[name].detach()) for name in sorted(self.later)]
-        self.units: list[_Unit] = []
-        streamed = _streamed(model, optimizer, tensors)
-        self.nbytes = 0
-        for names, is_elementwise in streamed:
+        # A large model has hundreds of thousands of units: only a unit that is sent is made.
+        self._parts: list[tuple[list[Tensor], int]] = []
+        self._starts: list[int] = []
+        self.count = self.nbytes = 0
+        for names, is_elementwise in _streamed(model, optimizer, tensors):
             size = _size(tensors, names)
-            count = max(1, size // (UNIT_BYTES * ranks)) if is_elementwise else 1
+            units = max(1, size // (UNIT_BYTES * ranks)) if is_elementwise else 1
             parts = []
             for name in names:
                 parts.append(local_part(tensors[name].detach()))
-            self.units += [_Unit(parts, number, count) for number in range(count)]
+            self._parts.append((parts, units))
+            self._starts.append(self.count)
             self.later.update(names)
+            self.count += units
             self.nbytes += size
+
+    def unit(self, position: int) -> _Unit:
+        """Return the unit at ``position`` of the stream."""
+        index = bisect.bisect_right(self._starts, position) - 1
+        parts, units = self._parts[index]
+        return _Unit(parts, position - self._starts[index], units)
 
 
 def _streamed(
@@ -242,12 +252,12 @@ class Sender:
         now, state = time.monotonic(), self._state
         if self._since is None:
             self._since = now, self._position
-        if now - self._logged_at < _LOG_EVERY_S or not state.units:
+        if now - self._logged_at < _LOG_EVERY_S or not state.count:
             return ""
         self._logged_at = now
-        share, (begin, first) = state.nbytes / len(state.units) / 2**20, self._since
+        share, (begin, first) = state.nbytes / state.count / 2**20, self._since
         rate = (self._position - first) * share / max(now - begin, 1e-9)
-        percent = 100 * self._position // len(state.units)
+        percent = 100 * self._position // state.count
         return (
             f"replica {self.joiner[0]}: {percent} % of the state received "
             f"({self._position * share:.0f} MiB, {rate:.0f} MiB/s)"
@@ -256,7 +266,7 @@ class Sender:
     def _run(self, manifest: Manifest, blocks: list[Tensor], everything: bool, stream: Any) -> None:
         if self._send is None:
             self._send = self._quorum.link(self.joiner)
-        send, units, stop = self._send, self._state.units, self._stop
+        send, state, stop = self._send, self._state, self._stop
         at = torch.zeros(1, dtype=torch.int64)
         if not send(at, 1):
             return
@@ -270,21 +280,21 @@ class Sender:
                     return
             first = self._position = max(int(at), 0)
             begun = self._quorum.begun
-            while self._position < len(units):
+            while self._position < state.count:
                 if stop.is_set() and self._position > first and not everything:
                     break
                 begin = time.monotonic()
-                data = units[self._position].read()
+                data = state.unit(self._position).read()
                 if not send(_message(_UNIT)) or (len(data) and not send(data)):
                     return
                 self._position += 1
                 if self._quorum.begun != begun:
                     stop.wait(_PAUSE * (time.monotonic() - begin))
             stop.wait()
-            if self._position < len(units) or (self._position > first and not everything):
+            if self._position < state.count or (self._position > first and not everything):
                 send(_message(_END))
                 return
-            buffers = filter(Tensor.numel, self._state.buffers)
+            buffers = filter(Tensor.numel, state.buffers)
             all(map(send, [_message(_BUFFERS), *(bytes_of(each).cpu() for each in buffers)]))
 
 
@@ -349,7 +359,7 @@ class Receiver:
         """Start a session: write units until the donor ends it. Nothing else reads or writes them
         meanwhile, because this replica runs no forward pass."""
         state = _State(self._model, self._optimizer, _ranks_of(self._quorum))
-        self._total = len(state.units)
+        self._total = state.count
         self._position = min(self._position, self._total)
         self._is_last_step = self._position == self._total
         continues, self._has_begun = not self._has_begun, False
@@ -376,7 +386,7 @@ class Receiver:
             return
         with _copies(stream):
             while send(message) and message == _UNIT:
-                unit = state.units[self._position]
+                unit = state.unit(self._position)
                 data = torch.empty(unit.nbytes, dtype=torch.uint8)
                 if len(data) and not send(data):
                     return
