@@ -1,6 +1,6 @@
 """Measure the step time of the survivors while a replica rejoins over a slow link.
 
-    python -m tools.bench.rejoin [--rate 200mbit] [train.seq_len=16 ...]
+    python -m tools.bench.rejoin [--rate 200mbit] [train.seq_len=64 ...]
 
 Three nodes of one rank are network namespaces of this machine (docs/cluster.md), which need root.
 The worker of node 2 is killed and restarts, and the worker of node 0 sends it the state. The output
@@ -25,7 +25,7 @@ from tools.cluster import Cluster
 WORDS = (
     *("strategy=ddp", "sync.wire=int8", "checkpoint.enabled=false"),
     *("model.dim=512", "model.n_layers=8", "model.hidden_dim=1536"),
-    *("train.seq_len=32", "train.global_batch_size=6", "train.steps=1000000"),
+    *("train.seq_len=16", "train.global_batch_size=6", "train.steps=1000000"),
     *("train.validate_every=0", "metrics.log_every=1", "metrics.tensorboard=false"),
 )
 DONOR, JOINER = 0, 2
@@ -89,7 +89,7 @@ def report(rows: list[dict[str, Any]], memory: Memory, mib: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("overrides", nargs="*", help="of the job, such as train.seq_len=16")
+    parser.add_argument("overrides", nargs="*", help="of the job, such as train.seq_len=64")
     arguments = parser.parse_args()
     root = str(Path(__file__).resolve().parents[2])
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
