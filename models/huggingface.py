@@ -150,8 +150,9 @@ def _check_settings(settings: Any) -> None:
 
 
 def model_class(config: Any, head: str) -> type[nn.Module]:
-    """Return the class of the model. Raises ValueError for an unknown head, and if the library has
-    no model with that head for this architecture."""
+    """Return the class of the model. Raises ValueError for an unknown head, for ``auto`` with a
+    configuration that names another class, and if the library has no model with that head for this
+    architecture."""
     known = ("auto", *_MAPPINGS)
     if head not in known:
         raise ValueError(f"head {head!r} is not one of {', '.join(known)}")
@@ -160,11 +161,17 @@ def model_class(config: Any, head: str) -> type[nn.Module]:
 
     # A saved model names its class; a class from a folder's own code is not in the library.
     if head == "auto":
-        for name in getattr(config, "architectures", None) or []:
-            found = getattr(transformers, str(name), None)
+        named = [str(name) for name in getattr(config, "architectures", None) or []]
+        for name in named:
+            found = getattr(transformers, name, None)
             # The library has functions too, which a name in a folder must not call.
             if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
                 return found
+        if named:
+            raise ValueError(
+                f"architectures={named} of the configuration is not a model class of transformers: "
+                f"choose the head with model.head, one of {', '.join(_MAPPINGS)}"
+            )
     # Otherwise the head selects the class; `auto` is the first head of the architecture.
     classes: dict[str, str] = {}
     for each, mapping in _MAPPINGS.items():

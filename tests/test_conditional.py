@@ -326,7 +326,7 @@ REFUSED = [
     (
         Towers,
         {"vison": "root"},
-        "conditional: vison is no module of Towers; near: vision",
+        "conditional: vison is not a module of Towers; near: vision",
     ),
     (
         Towers,
@@ -361,7 +361,7 @@ REFUSED = [
     (
         Towers,
         {"vision": Always(before="block.0")},
-        "conditional: vision: before=block.0 is no module; near: blocks.0",
+        "conditional: vision: before=block.0 is not a module; near: blocks.0",
     ),
     (
         Tied,

@@ -86,7 +86,7 @@ def conditional_modules(
         if not matching:
             near = near_names(pattern, [fqn_of(name) for name in named])
             raise ConfigError(
-                f"conditional: {pattern} is no module of {type(model).__name__}{near}"
+                f"conditional: {pattern} is not a module of {type(model).__name__}{near}"
             )
         found |= dict.fromkeys(matching, Always() if way == "always" else way)
     for name, way in found.items():
@@ -139,7 +139,7 @@ def _check(
         )
     if way.before is not None and way.before not in dict(model.named_modules()):
         near = near_names(way.before, [each for each, _ in model.named_modules() if each])
-        raise ConfigError(f"conditional: {name}: before={way.before} is no module{near}")
+        raise ConfigError(f"conditional: {name}: before={way.before} is not a module{near}")
     for other, parameter in module.named_parameters():
         if parameter.requires_grad and stays_replicated(parameter):
             raise ConfigError(
