@@ -28,7 +28,8 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -163,8 +164,7 @@ class _State:
 def _streamed(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> list[tuple[list[str], bool]]:
-    """Return the names of the tensors of each streamed parameter, and True if the optimizer updates
-    its elements independently."""
+    """Return each streamed parameter's tensor names, and True if its updates are elementwise."""
     is_muon = type(optimizer) is Muon
     if outer_sync(model) is not None or not (is_muon or type(optimizer) in ELEMENTWISE):
         return []
@@ -172,24 +172,19 @@ def _streamed(
     for group in optimizer.param_groups:
         if group.get("algorithm") == MUON:
             matrices.update(map(id, group["params"]))
-    found: dict[str, list[str]] = {}
-    for name, parameter in parameters_by_name(model).items():
-        if parameter.ndim:
-            found[name] = []
+    names_of: dict[str, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        parameter_name = name.rpartition("/")[2]
-        if tensor.ndim and parameter_name in found:
-            found[parameter_name].append(name)
-    if sum(_size(tensors, names) for names in found.values()) < SMALL_BYTES:
-        return []
+        if tensor.ndim:
+            names_of[name.rpartition("/")[2]].append(name)
     streamed: list[tuple[list[str], bool]] = []
-    parameters = parameters_by_name(model)
-    for parameter_name, names in found.items():
-        parts = [local_part(tensors[name].detach()) for name in names]
+    for parameter_name, parameter in parameters_by_name(model).items():
+        names = names_of[parameter_name]
         # Only the elements of contiguous tensors have an order in memory.
-        if all(part.is_contiguous() for part in parts):
-            streamed.append((names, id(parameters[parameter_name]) not in matrices))
-    return streamed
+        is_contiguous = all(local_part(tensors[name].detach()).is_contiguous() for name in names)
+        if names and is_contiguous:
+            streamed.append((names, id(parameter) not in matrices))
+    is_small = sum(_size(tensors, names) for names, _ in streamed) < SMALL_BYTES
+    return [] if is_small else streamed
 
 
 def _size(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
@@ -219,7 +214,9 @@ class Sender:
 
     def start_step(self, *, everything: bool = False) -> None:
         """Start a session: send units until `finish_step`, or with ``everything`` all of them."""
-        self._state = _State(self._model, self._optimizer, _ranks_of(self._quorum))
+        self._state = _State(
+            self._model, self._optimizer, len(self._quorum.ranks[self._quorum.replica])
+        )
         self._stop.clear()
         first, described = {}, {}
         for name, tensor in self._state.tensors.items():
@@ -240,8 +237,7 @@ class Sender:
         self._session = in_thread(lambda: self._run(manifest, blocks, everything, stream))
 
     def finish_step(self) -> float:
-        """End the session, after the last forward. The state may change afterwards. Return the
-        seconds of waiting."""
+        """End the session after the last forward, and return the seconds of waiting."""
         begin = time.perf_counter()
         self._stop.set()
         self._session.result()
@@ -266,36 +262,49 @@ class Sender:
     def _run(self, manifest: Manifest, blocks: list[Tensor], everything: bool, stream: Any) -> None:
         if self._send is None:
             self._send = self._quorum.link(self.joiner)
-        send, state, stop = self._send, self._state, self._stop
-        at = torch.zeros(1, dtype=torch.int64)
-        if not send(at, 1):
+        position = torch.zeros(1, dtype=torch.int64)
+        if not self._send(position, 1):
             return
         with _copies(stream):
-            if at < 0:
-                sizes = [block.numel() for block in blocks]
-                data = as_bytes(encode([manifest, sizes, sorted(self._state.later)]).encode())
-                if not all(map(send, [torch.tensor([len(data)]), data])) or not all(
-                    send(block.cpu()) for block in blocks
-                ):
-                    return
-            first = self._position = max(int(at), 0)
-            begun = self._quorum.begun
-            while self._position < state.count:
-                if stop.is_set() and self._position > first and not everything:
-                    break
-                begin = time.monotonic()
-                data = state.unit(self._position).read()
-                if not send(_message(_UNIT)) or (len(data) and not send(data)):
-                    return
-                self._position += 1
-                if self._quorum.begun != begun:
-                    stop.wait(_PAUSE * (time.monotonic() - begin))
-            stop.wait()
-            if self._position < state.count or (self._position > first and not everything):
-                send(_message(_END))
+            if position < 0 and not self._send_first(manifest, blocks):
                 return
-            buffers = filter(Tensor.numel, state.buffers)
-            all(map(send, [_message(_BUFFERS), *(bytes_of(each).cpu() for each in buffers)]))
+            first = self._position = max(int(position), 0)
+            if not self._send_units(everything):
+                return
+            self._stop.wait()
+            # After units the buffers wait for the next step: its forward passes write to them.
+            is_last = everything or self._position == first
+            if self._position < self._state.count or not is_last:
+                self._send(_message(_END))
+                return
+            buffers = filter(Tensor.numel, self._state.buffers)
+            _send_all(self._send, (_message(_BUFFERS), *(bytes_of(each) for each in buffers)))
+
+    def _send_first(self, manifest: Manifest, blocks: Sequence[Tensor]) -> bool:
+        """Send the values and tensors that come before the units. False if a rank is lost."""
+        sizes = [block.numel() for block in blocks]
+        data = as_bytes(encode([manifest, sizes, sorted(self._state.later)]).encode())
+        return _send_all(self._send, (torch.tensor([len(data)]), data, *blocks))
+
+    def _send_units(self, everything: bool) -> bool:
+        """Send units until `finish_step`, at least one of them. False if a rank is lost."""
+        first, begun = self._position, self._quorum.begun
+        while self._position < self._state.count:
+            if self._stop.is_set() and self._position > first and not everything:
+                break
+            begin = time.monotonic()
+            data = self._state.unit(self._position).read()
+            if not _send_all(self._send, (_message(_UNIT), data)):
+                return False
+            self._position += 1
+            if self._quorum.begun != begun:
+                self._stop.wait(_PAUSE * (time.monotonic() - begin))
+        return True
+
+
+def _send_all(send: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> bool:
+    """Send the ``tensors`` that have elements. False if a rank is lost before the end."""
+    return all(send(each.cpu()) for each in tensors if each.numel())
 
 
 class _First(LocalState):
@@ -358,7 +367,7 @@ class Receiver:
     def start_step(self) -> None:
         """Start a session: write units until the donor ends it. Nothing else reads or writes them
         meanwhile, because this replica runs no forward pass."""
-        state = _State(self._model, self._optimizer, _ranks_of(self._quorum))
+        state = _State(self._model, self._optimizer, len(self._quorum.ranks[self._quorum.replica]))
         self._total = state.count
         self._position = min(self._position, self._total)
         self._is_last_step = self._position == self._total
@@ -381,26 +390,32 @@ class Receiver:
     @torch.no_grad()
     def _run(self, state: _State, continues: bool, stream: Any) -> None:
         self._connect()
-        send, message = self._send, _message(_END)
-        if continues and not send(torch.tensor([self._position]), 1):
+        if continues and not self._send(torch.tensor([self._position]), 1):
             return
-        with _copies(stream):
-            while send(message) and message == _UNIT:
-                unit = state.unit(self._position)
-                data = torch.empty(unit.nbytes, dtype=torch.uint8)
-                if len(data) and not send(data):
+        try:
+            with _copies(stream):
+                self._receive(state)
+        finally:
+            # Also if the donor is lost: the update must follow the copies of all received units.
+            if stream is not None:
+                stream.synchronize()
+
+    def _receive(self, state: _State) -> None:
+        send, message = self._send, _message(_END)
+        while send(message) and message == _UNIT:
+            unit = state.unit(self._position)
+            data = torch.empty(unit.nbytes, dtype=torch.uint8)
+            if len(data) and not send(data):
+                return
+            unit.write(data)
+            self._position += 1
+        if message == _BUFFERS and self._position == self._total:
+            for buffer in filter(Tensor.numel, state.buffers):
+                values = torch.empty(buffer.shape, dtype=buffer.dtype)
+                if not send(bytes_of(values)):
                     return
-                unit.write(data)
-                self._position += 1
-            if message == _BUFFERS and self._position == self._total:
-                for buffer in filter(Tensor.numel, state.buffers):
-                    values = torch.empty(buffer.shape, dtype=buffer.dtype)
-                    if not send(bytes_of(values)):
-                        return
-                    buffer.copy_(values)
-                self._position += 1
-        if stream is not None:
-            stream.synchronize()
+                buffer.copy_(values)
+            self._position += 1
 
 
 def start_senders(
@@ -415,10 +430,6 @@ def start_senders(
     for joiner in joiners if quorum.replica == quorum.donor else ():
         senders.append(Sender(model, optimizer, quorum, joiner, state))
     return senders
-
-
-def _ranks_of(quorum: Quorum) -> int:
-    return len(quorum.ranks[quorum.replica])
 
 
 def _message(kind: int) -> Tensor:
