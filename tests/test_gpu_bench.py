@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+from stream_simulator.counts import UPPER_BOUNDS
 
 from tools.bench.peers import check_losses
 
@@ -24,6 +25,14 @@ def table_of(script: str, *options: str, ranks: int = 0) -> list[list[str]]:
     run = jobs.run_python(*launcher, str(SCRIPTS / script), *options, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
     return rows_of(run.stdout)
+
+
+@pytest.mark.slow
+def test_counts_of_a_step_are_the_bounds_of_the_tests(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the package is found as it is installed
+    run = jobs.run_python(str(SCRIPTS.parent / "gpu_counts.py"), "ddp", timeout=240)
+    _, (name, *counts) = rows_of(run.stdout)
+    assert (name, tuple(map(int, counts))) == ("ddp", UPPER_BOUNDS["ddp"])
 
 
 @pytest.mark.slow

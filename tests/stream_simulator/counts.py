@@ -50,6 +50,8 @@ UPPER_BOUNDS: dict[str, Counts] = {
     "muon": Counts(135, 1, 1, 1),
     "EMA and validation": Counts(71, 1, 1, 1),
     "in-memory checkpoints": Counts(131, 1, 1, 1),
+    "bf16 state": Counts(1255, 1, 1, 1),
+    "int8 state": Counts(2247, 1, 1, 1),
 }
 COUNTED_LAYOUTS = tuple(UPPER_BOUNDS)
 # Waits that the package causes in a step of a custom loop

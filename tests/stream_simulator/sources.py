@@ -17,6 +17,8 @@ PROJECT, MODEL, FSDP2, OPTIMIZER, AUTOGRAD, SCRIPT = (
     "script",
 )
 _STANDARD_LIBRARY, _PACKAGES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
+# An editable install has the package in `sys.path` by a link, and its files by their real path.
+_REPOSITORY = os.path.realpath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
 _SIMULATOR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # The source of a file by the start of its path below `sys.path`; the first row that fits. An
 # operation of a file without a source belongs to the caller: these files only pass operations on,
@@ -54,7 +56,8 @@ def _source_and_name(path: str) -> tuple[str | None, str]:
     """Return the source of a file, and its path below its entry of `sys.path`."""
     if path.startswith(("<", _SIMULATOR)):
         return None, path
-    roots = [each for each in (*sys.path, _STANDARD_LIBRARY) if path.startswith(_as_folder(each))]
+    entries = (*sys.path, _STANDARD_LIBRARY, _REPOSITORY)
+    roots = [each for each in entries if path.startswith(_as_folder(each))]
     root = max(roots, key=len, default="")
     name = path[len(root) :].lstrip("/")
     is_other_package = root == _PACKAGES and not name.startswith(("torch/", "parallel2d/"))

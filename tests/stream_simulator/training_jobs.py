@@ -141,6 +141,8 @@ LAYOUTS = {
     # optimizers
     "muon": HYBRID.with_overrides("optimizer=muon"),
     "muon, hybrid_full": FULL.with_overrides("optimizer=muon"),
+    "bf16 state": HYBRID.with_overrides("optimizer.state_dtype=bf16"),
+    "int8 state": HYBRID.with_overrides("optimizer.state_dtype=int8"),
     # around the step
     "EMA and validation": HYBRID.with_overrides(
         "train.ema=0.99", "train.validate_every=2", "precision=bf16"

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel2d.base.config import OptimizerConfig
+from parallel2d.base.device import sent_to
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.sync.formats.quantize import key_of, uniform
 from parallel2d.parallel.weights.geometry import (
@@ -107,7 +108,7 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
     return bits.bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
-class _Piece(NamedTuple):
+class _Blocks(NamedTuple):
     """Blocks of this rank's part of a parameter, as the index of a tensor of two dims."""
 
     rows: slice
@@ -259,7 +260,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         # A key per moment: one set of numbers would round both in the same direction.
         for moment in self.moments:
             key = key_of(self._seed, number, name, moment.key)
-            keys.append(torch.tensor(key, dtype=torch.int32, device=local.device))
+            keys.append(sent_to(local.device, torch.tensor(key, dtype=torch.int32)))
         for piece in _pieces(parameter, values):
             place = piece.rows, piece.columns
             # A copy in any case: `update` works in place.
@@ -271,7 +272,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 self._encode(each, held, piece, updated, key_of_moment)
 
     def _decode(
-        self, moment: Moment, held: Mapping[str, Tensor], piece: _Piece, dtype: torch.dtype
+        self, moment: Moment, held: Mapping[str, Tensor], piece: _Blocks, dtype: torch.dtype
     ) -> Tensor:
         codes = held[moment.key][piece.rows, piece.columns]
         scales = held.get(moment.scale_key)
@@ -286,7 +287,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self,
         moment: Moment,
         held: Mapping[str, Tensor],
-        piece: _Piece,
+        piece: _Blocks,
         values: Tensor,
         key: Tensor,
     ) -> None:
@@ -388,7 +389,7 @@ def low_precision_optimizer(
     return made(groups, names, config, seed)
 
 
-def _pieces(parameter: Tensor, values: Tensor) -> Iterator[_Piece]:
+def _pieces(parameter: Tensor, values: Tensor) -> Iterator[_Blocks]:
     """Yield pieces of full blocks that cover ``values``, this rank's part as [rows, columns]."""
     region, device = local_region(parameter), values.device
     columns = math.prod(parameter.shape[1:])
@@ -409,10 +410,10 @@ def _pieces(parameter: Tensor, values: Tensor) -> Iterator[_Piece]:
         begins = begins.add_(first_row).mul_(columns).add_(first_column)
         # int32 wraps around, as in `uniform`.
         within = torch.arange(taken.start, taken.stop, dtype=torch.int32, device=device)
-        yield _Piece(in_rows, in_blocks, taken, block, begins.to(torch.int32)[:, None] + within)
+        yield _Blocks(in_rows, in_blocks, taken, block, begins.to(torch.int32)[:, None] + within)
 
 
-def _in_blocks(values: Tensor, piece: _Piece) -> Tensor:
+def _in_blocks(values: Tensor, piece: _Blocks) -> Tensor:
     """Return [rows, blocks, values of a block], padded with zeros."""
     missing = -values.shape[1] % piece.block
     return F.pad(values, (0, missing)).unflatten(1, (-1, piece.block))
