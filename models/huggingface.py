@@ -159,19 +159,17 @@ def model_class(config: Any, head: str) -> type[nn.Module]:
     transformers = library()
     from transformers.models.auto import modeling_auto
 
-    # A saved model names its class; a class from a folder's own code is not in the library.
-    if head == "auto":
-        named = [str(name) for name in getattr(config, "architectures", None) or []]
-        for name in named:
-            found = getattr(transformers, name, None)
-            # The library has functions too, which a name in a folder must not call.
-            if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-                return found
-        if named:
-            raise ValueError(
-                f"architectures={named} of the configuration is not a model class of transformers: "
-                f"choose the head with model.head, one of {', '.join(_MAPPINGS)}"
-            )
+    named = list(map(str, getattr(config, "architectures", None) or []))
+    if head == "auto" and named:
+        # A saved model names its class; a class from a folder's own code is not in the library.
+        # The library has functions too, which a name in a folder must not call.
+        found, base = getattr(transformers, named[0], None), transformers.PreTrainedModel
+        if isinstance(found, type) and issubclass(found, base) and found is not base:
+            return found
+        raise ValueError(
+            f"architectures={named} of the configuration: {named[0]} is not a model class of "
+            f"transformers; choose the head with model.head, one of {', '.join(_MAPPINGS)}"
+        )
     # Otherwise the head selects the class; `auto` is the first head of the architecture.
     classes: dict[str, str] = {}
     for each, mapping in _MAPPINGS.items():

@@ -323,7 +323,9 @@ def test_invalid_library_model_gives_one_clear_error(given, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["pipeline"]}, "architectures=['pipeline'] of the configuration is not"),
+        ({"architectures": ["pipeline"]}, "pipeline is not a model class of transformers"),
+        ({"architectures": ["Mine", "GPT2Model"]}, "Mine is not a model class of transformers"),
+        ({"architectures": ["PreTrainedModel"]}, "PreTrainedModel is not a model class"),
         (
             {"architectures": ["PreTrainedConfig"]},
             "choose the head with model.head, one of seq2seq_lm",
