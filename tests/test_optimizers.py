@@ -4,6 +4,7 @@ saves and resumes.
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -85,7 +86,7 @@ def train(
 
 
 def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """torch's optimizers, with the groups written out by hand. ``group["scale"]`` multiplies the
+    """torch's optimizers, with the groups written out by hand. ``group["lr_scale"]`` multiplies the
     learning rate.
     """
 
@@ -102,7 +103,7 @@ def plain_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.op
             continue
         scale, decay = settings(name, parameter)
         matrix = parameter.ndim == 2 and name.startswith(("layers.", "blocks."))
-        group = {"params": [parameter], "weight_decay": decay, "scale": scale}
+        group = {"params": [parameter], "weight_decay": decay, "lr_scale": scale}
         (hidden if matrix else other).append(group)
     adam: dict[str, Any] = {
         "lr": config.lr,
@@ -130,22 +131,29 @@ def reference(variant: str) -> tuple[list[float], dict[str, Any]]:
     if variant not in REFERENCES:
         config = VARIANTS[variant]
         model = copy.deepcopy(initial_model()).double()
-        optimizers = plain_optimizers(model, config)
-        losses = []
-        for step in range(1, STEPS + 1):
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = rate(config, step) * group["scale"]
-            tokens, targets = global_batch(step)
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = train_plain(model, config, plain_optimizers(model, config))
         REFERENCES[variant] = losses, weights_of(model)
     return REFERENCES[variant]
+
+
+def train_plain(
+    model: nn.Module, config: OptimizerConfig, optimizers: Sequence[Any]
+) -> list[float]:
+    """Train in one process, without this package. Return the losses."""
+    losses = []
+    for step in range(1, STEPS + 1):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(config, step) * group.get("lr_scale", 1.0)
+        tokens, targets = global_batch(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 # Elementwise optimizers cannot see the layout; the others are tried on each.
@@ -240,16 +248,7 @@ def one_process(config: OptimizerConfig) -> tuple[list[float], dict[str, Any], d
     InitialWeights(model, find_blocks(model), model.init_weights).write(model, 0, "cpu")
     model.double()
     optimizer = build_optimizer(model, config)
-    losses = []
-    for step in range(1, STEPS + 1):
-        set_learning_rate(optimizer, rate(config, step))
-        tokens, targets = global_batch(step)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_plain(model, config, [optimizer])
     state = {name: optimizer.state[each] for name, each in model.named_parameters()}
     return losses, weights_of(model), state
 

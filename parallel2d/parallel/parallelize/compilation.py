@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
@@ -70,9 +69,11 @@ class _CompiledForward:
         if self._has_run:
             return self._compiled(*args, **kwargs)
         self._has_run = True
-        before = set(counters["graph_break"])
+        # torch.compile has imported this module, which takes 0.6 s.
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        before = set(breaks)
         output = self._compiled(*args, **kwargs)
-        for cause in counters["graph_break"].keys() - before - self._logged:
+        for cause in breaks.keys() - before - self._logged:
             self._logged.add(cause)
             log.warning(
                 "%s is compiled in several graphs, which is slower: %s (TORCH_LOGS=graph_breaks "

@@ -96,23 +96,20 @@ def conditional_modules(
                     f"conditional: {name} is inside {other}, which is conditional too: name only "
                     f"{other}"
                 )
-        _check(model, name, named[name], way, tensor_ranks, offload)
+        if next(named[name].parameters(), None) is None:
+            raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
+        if way != "root":
+            _check_separate(model, name, named[name])
+        if way == "replicate" and (tensor_ranks > 1 or offload):
+            other = "mesh.tensor" if tensor_ranks > 1 else "cpu_offload"
+            raise ConfigError(f"conditional: {name}: replicate does not support {other}: use root")
+        if isinstance(way, Always):
+            _check_always(model, name, named[name], way)
     return found
 
 
-def _check(
-    model: nn.Module,
-    name: str,
-    module: nn.Module,
-    way: str | Always,
-    tensor_ranks: int,
-    offload: bool,
-) -> None:
-    """Raise `ConfigError` if ``module`` does not support ``way``."""
-    if next(module.parameters(), None) is None:
-        raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
-    if way == "root":
-        return
+def _check_separate(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise `ConfigError` if ``module`` cannot form a group of parameters."""
     if not is_called(module):
         raise ConfigError(
             f"conditional: {name} is a {type(module).__name__}, which has no forward: name the "
@@ -125,12 +122,10 @@ def _check(
                 f"conditional: {fqn_of(other)} is also a parameter of {name}, and modules outside "
                 "of it need it on all ranks: use root"
             )
-    if way == "replicate":
-        if tensor_ranks > 1 or offload:
-            other = "mesh.tensor" if tensor_ranks > 1 else "cpu_offload"
-            raise ConfigError(f"conditional: {name}: replicate does not support {other}: use root")
-        return
-    assert isinstance(way, Always)
+
+
+def _check_always(model: nn.Module, name: str, module: nn.Module, way: Always) -> None:
+    """Raise `ConfigError` if ``module`` or its dummy does not support ``always``."""
     if way.dummy is None and not callable(getattr(module, _METHOD, None)):
         raise ConfigError(
             f"conditional: {name}: always needs a dummy forward: give {type(module).__name__} a "
