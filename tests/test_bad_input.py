@@ -50,7 +50,7 @@ CASES = [
          "unknown key nothing.alike (given as nothing.alike=1)", "unknown key early_stopping",
          "models of family hf have it"],
     ),
-    (("--strategy", "fsdp"), ["--strategy is no option of this command", "such as strategy=VALUE"]),
+    (("--strategy", "fsdp"), ["--strategy is not an option of this command", "such as strategy=VALUE"]),
     (("experiment=big",), ["no experiment 'big'; pass --config-dir DIR"]),
     (("model=custom", "model.dim=3"), ["models of family llama have it"]),
     (("+extra.key=5",), ["unknown key extra"]),

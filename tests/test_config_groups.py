@@ -101,7 +101,7 @@ def test_custom_config_file_extends_the_shipped_config(own, tmp_path):
 
 
 def test_missing_config_dir_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"--config-dir=.*/none is no folder"):
+    with pytest.raises(ConfigError, match=r"--config-dir=.*/none is not a folder"):
         compose([f"--config-dir={tmp_path}/none"])
 
 

@@ -101,7 +101,7 @@ def test_store_listens_on_its_address_only_and_explains_a_wrong_address():
         StoreClient(f"127.0.0.1:{server.port}", SECRET, timeout_s=0.3)
     with pytest.raises(PortTaken, match=f"port {server.port} on 127.0.0.2 is in use"):
         StoreServer.at("127.0.0.2", server.port, SECRET)
-    with pytest.raises(ConfigError, match="192.0.2.77 is no address of"):
+    with pytest.raises(ConfigError, match="192.0.2.77 is not an address of"):
         StoreServer.at("192.0.2.77", 0, SECRET)
     with pytest.raises(ConfigError, match="host name nowhere.invalid does not resolve"):
         StoreServer.at("nowhere.invalid", 0, SECRET)

@@ -53,8 +53,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
         raise ConfigError(
-            f"{unknown[0]} is no option of this command: a setting is given as KEY=VALUE, such as "
-            f"{name}=VALUE if that is one; --help all lists them"
+            f"{unknown[0]} is not an option of this command: a setting is given as KEY=VALUE, such "
+            f"as {name}=VALUE if that is one; --help all lists them"
         )
     if parsed.experimental_rerun:
         _refuse("--experimental-rerun is refused: it executes the contents of the file")
@@ -99,7 +99,7 @@ def quoted(value: object) -> str:
             raise ConfigError(f"{value!r} is an interpolation, and a file of data has plain values")
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     if not isinstance(value, bool | int | float | None):
-        raise ConfigError(f"{value!r} is no value of a cluster")
+        raise ConfigError(f"{value!r} is not a value of a cluster")
     return as_override(value)
 
 
@@ -148,7 +148,7 @@ def _words_of(prefix: str, values: Mapping[Any, Any]) -> list[str]:
     words = []
     for name, value in values.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ConfigError(f"{name!r} is no key of a cluster")
+            raise ConfigError(f"{name!r} is not a key of a cluster")
         if isinstance(value, dict):
             words += _words_of(f"{prefix}.{name}", value)
         else:

@@ -61,7 +61,7 @@ def initialized(config_dir: str | None = None) -> Iterator[Any]:
     search_path = create_config_search_path("pkg://parallel2d.conf")
     if config_dir:
         if not os.path.isdir(config_dir):
-            raise ConfigError(f"--config-dir={config_dir} is no folder")
+            raise ConfigError(f"--config-dir={config_dir} is not a folder")
         search_path.prepend(
             provider="command-line",
             path=f"file://{os.path.abspath(config_dir)}",

@@ -107,8 +107,8 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
             f"port {port} on {host} is in use by another process; choose another port"
         ) from None
     problems = {
-        errno.EADDRNOTAVAIL: f"{host} is no address of {socket.gethostname()}: the store can only "
-        "listen where it runs",
+        errno.EADDRNOTAVAIL: f"{host} is not an address of {socket.gethostname()}: the store can "
+        "only listen where it runs",
         errno.EACCES: f"port {port} may not be opened by this user; choose one from 1024 to 65535",
     }
     otherwise = f"cannot listen on {host}:{port} ({failure.strerror})"

@@ -51,7 +51,7 @@ def read_secret(path: str) -> str:
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"launch.secret_file={path} is no regular file")
+            raise ConfigError(f"launch.secret_file={path} is not a regular file")
         if status.st_uid not in (0, os.getuid()):
             raise ConfigError(
                 f"launch.secret_file={path} belongs to user {status.st_uid}, not to {os.getuid()}"
