@@ -43,23 +43,27 @@ def test_probed_size_trains_like_the_same_size_given(ranks, folder, strategy):
     assert rows["probed"] == rows["given"]
 
 
-def run_out_of_memory(folder, run_dir, words, failures):
-    """Raise torch's error in the middle of the forward pass of these calls of the last block.
-    Return the micro-batch sizes, or the notes of the error that ends the job.
+def run_out_of_memory(folder, run_dir, words, failures, moment="forward"):
+    """Raise torch's error in these calls of the first block: in the forward pass, or in the
+    backward pass, after the gradients of the later blocks. Return the micro-batch sizes, or the
+    notes of the error that ends the job.
     """
     sizes = []
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("simulated")
 
     def note(trainer):
         if sizes:
             return
         sizes.append(trainer.plan.micro_batch_size)
 
-        def fail(module, args):
-            sizes.append(len(args[0]))
+        def see(module, args, output):
+            sizes.append(len(output))
             if len(sizes) - 1 in failures:
-                raise torch.OutOfMemoryError("simulated")
+                fail() if moment == "forward" else output.register_hook(fail)
 
-        trainer.model.layers[-1].register_forward_pre_hook(fail)
+        trainer.model.layers[0].register_forward_hook(see)
 
     try:
         jobs.run(folder, run_dir, words, 3, note)
@@ -69,21 +73,31 @@ def run_out_of_memory(folder, run_dir, words, failures):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more"),
+    ("strategy", "more", "moment"),
     [
-        ("hybrid", ()),
+        ("hybrid", (), "backward"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("hybrid_full", ()), ("ddp", ("sync.during_accumulation=full",)))
+            for case in (
+                ("hybrid", (), "forward"),
+                ("hybrid_full", (), "backward"),
+                ("ddp", ("sync.during_accumulation=full",), "backward"),
+            )
         ),
     ],
 )
-def test_step_that_runs_out_of_memory_is_repeated_in_halves(ranks, folder, strategy, more):
+def test_step_that_runs_out_of_memory_is_repeated_in_halves(ranks, folder, strategy, more, moment):
     words = (f"strategy={strategy}", "checkpoint.enabled=false", "train.steps=3", *more)
     given, failed = folder / "given", folder / "failed"
     ranks.run(4, jobs.run, str(folder), str(given), words, 3)
     found = ranks.run(
-        4, run_out_of_memory, str(folder), str(failed), (*words, "train.memory_gib=900"), {1}
+        4,
+        run_out_of_memory,
+        str(folder),
+        str(failed),
+        (*words, "train.memory_gib=900"),
+        {1},
+        moment,
     )
     # In the second step: one failed call, and halves from then on
     assert found == [[4, 4, 2, 2, 2, 2]] * 4

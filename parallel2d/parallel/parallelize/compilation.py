@@ -40,25 +40,19 @@ def compile_blocks(
     backend: Any = config.backend
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
-    logged: set[str] = set()
     for name, block in blocks:
         # On the instance: hooks run in the module's call, outside of the compiled code.
         compiled = torch.compile(block.forward, backend=backend, dynamic=False)
-        block.forward = _CompiledForward(name, compiled, logged)
+        block.forward = _CompiledForward(name, compiled)
 
 
 class _CompiledForward:
-    """The compiled ``forward`` of a block. Logs graph breaks of the first call.
+    """The compiled ``forward`` of the block ``name``. Logs graph breaks of the first call, each
+    cause once per process. ``compiled``: the result of `torch.compile`."""
 
-    Args:
-        name: name of the block, for the log.
-        compiled: the result of `torch.compile`.
-        logged: causes that are in the log already; the blocks of a model share them.
-    """
-
-    def __init__(self, name: str, compiled: Callable[..., Any], logged: set[str]) -> None:
+    def __init__(self, name: str, compiled: Callable[..., Any]) -> None:
         functools.update_wrapper(self, compiled)
-        self._name, self._compiled, self._logged = name, compiled, logged
+        self._name, self._compiled = name, compiled
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +67,7 @@ class _CompiledForward:
         breaks = torch._dynamo.utils.counters["graph_break"]
         before = set(breaks)
         output = self._compiled(*args, **kwargs)
-        for cause in breaks.keys() - before - self._logged:
-            self._logged.add(cause)
+        for cause in breaks.keys() - before:
             log.warning(
                 "%s is compiled in several graphs, which is slower: %s (TORCH_LOGS=graph_breaks "
                 "shows the lines of code)",
