@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jobs
 import pytest
 import torch
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.training import micro_batch_size
 from parallel2d.training.micro_batch_size import candidates
 
 
@@ -103,6 +105,25 @@ def test_step_that_runs_out_of_memory_is_repeated_in_halves(ranks, folder, strat
     assert found == [[4, 4, 2, 2, 2, 2]] * 4
     for row, expected in zip(jobs.rows(failed), jobs.rows(given), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-10, abs=0)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10, abs=0)
+
+
+def run_out_in_the_second_of_two(folder, run_dir, words):
+    with mock.patch.object(micro_batch_size, "candidates", return_value=[2]):
+        return run_out_of_memory(folder, run_dir, words, {2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "reduce_scatter_only", "full"])
+def test_repetition_drops_the_gradients_of_earlier_micro_batches(ranks, folder, mode):
+    words = ("checkpoint.enabled=false", "train.steps=3", f"sync.during_accumulation={mode}")
+    given, failed = folder / f"given-{mode}", folder / f"failed-{mode}"
+    ranks.run(4, jobs.run, str(folder), str(given), words, 3)
+    words = (*words, "train.memory_gib=900")
+    found = ranks.run(4, run_out_in_the_second_of_two, str(folder), str(failed), words)
+    # The second step fails in the second of two micro-batches; then steps have four halves.
+    assert found == [[2, 2, 2, *[1] * 8]] * 4
+    for row, expected in zip(jobs.rows(failed), jobs.rows(given), strict=True):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10, abs=0)
 
 
