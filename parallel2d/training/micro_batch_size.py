@@ -133,8 +133,8 @@ class MicroBatchHalving:
             except torch.OutOfMemoryError as error:
                 if not self._may_repeat(batches, error):
                     raise
-            # The error has held the activations until here, and the generator of `accumulate`, which
-            # discards the sums when it ends. Nothing here may depend on when that is.
+            # The error has held the activations until here. It has also held the generator of
+            # `accumulate`, which discards the sums when it ends: the result must not depend on that.
             discard_accumulated(self._model)
             self._optimizer.zero_grad()
             self._buffers.put_back()
