@@ -134,7 +134,7 @@ class MicroBatchHalving:
                 if not self._may_repeat(batches, error):
                     raise
             # The error has held the activations until here. It has also held the generator of
-            # `accumulate`, which discards the sums when it ends: the result must not depend on that.
+            # `accumulate`, which discards the sums when it ends, at a time that is not certain.
             discard_accumulated(self._model)
             self._optimizer.zero_grad()
             self._buffers.put_back()
