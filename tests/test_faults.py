@@ -356,7 +356,17 @@ def run(
     return took
 
 
-@pytest.mark.slow
+def with_communicators(kept, *values, name=None):
+    """Return a case of a test for each communicator: with ``kept`` it is slow, otherwise soak."""
+    found = []
+    for kind in ("gloo", "Hanging"):
+        mark = pytest.mark.slow if kind == kept else pytest.mark.soak
+        label = kind if name is None else f"{kind}-{name}"
+        found.append(pytest.param(*values, kind, marks=mark, id=label))
+    return found
+
+
+@pytest.mark.parametrize("communicator", with_communicators("gloo"), indirect=True)
 def test_failed_ranks_stores_and_launchers_keep_the_losses(tmp_path, communicator):
     faults = ["kill_worker", "stop_rank_0", "short_partition", "store_dies", "kill_node"]
     faults += ["short_pause", "long_pause"]

@@ -163,7 +163,7 @@ def test_measuring_is_refused_where_it_has_no_effect(words, says):
         jobs.config_of([*words])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_limit_decides_the_size_and_no_loss(tmp_path):
     """In new processes, because malloc keeps freed memory."""
 

@@ -22,7 +22,7 @@ import losing_outer_steps
 import psutil
 import pytest
 import torch
-from test_faults import compare
+from test_faults import compare, with_communicators
 from test_launch import SLOWLY, command
 
 from parallel2d.base.config.composition import compose
@@ -136,6 +136,7 @@ COPIED = ("checkpoint.memory_every=4",)
 INT8 = ("optimizer.state_dtype=int8",)
 MUON, INT4 = ("optimizer=muon",), ("sync.wire=int4", "sync.warmup=0")
 OWN = ("optimizer=custom", "optimizer.target=owned:build", "optimizer.weight_decay=0")
+DDP_EMA, HYBRID_EMA = ("strategy=ddp", "train.ema=0.9"), ("strategy=hybrid", "train.ema=0.9")
 OWNED = """
 import torch
 from parallel2d import whole_matrices
@@ -147,15 +148,16 @@ def build(groups):
 # Traffic between replicas in addition to gradients, and overrides of a job of one process with the
 # same losses
 @pytest.mark.parametrize(
-    ("sent", "alone"),
+    ("sent", "alone", "communicator"),
     [
-        (COPIED, ()),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((MUON, MUON), (OWN, OWN), (INT8, INT8), (INT4, ()))
-        ),
+        pytest.param(COPIED, (), "gloo", id="gloo-gradients"),
+        pytest.param(COPIED, (), "Hanging", id="Hanging-gradients"),
+        *with_communicators("Hanging", MUON, MUON, name="muon"),
+        *with_communicators("gloo", OWN, OWN, name="own"),
+        *with_communicators("gloo", INT8, INT8, name="int8"),
+        *with_communicators("Hanging", INT4, (), name="int4"),
     ],
-    ids=["gradients", "muon", "own", "int8", "int4"],
+    indirect=["communicator"],
 )
 def test_survivors_continue_after_a_replica_fails_and_it_rejoins(
     tmp_path, communicator, sent, alone
@@ -218,11 +220,14 @@ OwnedParameters.after_update = dying
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sent",
-    [("optimizer=sgd",), ("sync.wire=int4", "sync.warmup=2"), INT8],
-    ids=["sgd", "adamw, int4", "int8"],
+    ("sent", "communicator"),
+    [
+        *with_communicators("Hanging", ("optimizer=sgd",), name="sgd"),
+        *with_communicators("gloo", ("sync.wire=int4", "sync.warmup=2"), name="adamw, int4"),
+        *with_communicators("Hanging", INT8, name="int8"),
+    ],
+    indirect=["communicator"],
 )
 def test_all_replicas_roll_back_for_state_of_a_failed_replica(tmp_path, communicator, sent):
     """Roll back to in-memory checkpoints in the same processes: the history equals a job without
@@ -277,16 +282,17 @@ def test_replica_fails_while_a_joining_replica_receives_the_state(tmp_path, comm
 
 
 @pytest.mark.parametrize(
-    ("victims", "words"),
+    ("victims", "words", "communicator"),
     [
-        ((), ("strategy=ddp", "train.ema=0.9")),
-        pytest.param((0,), ("strategy=ddp", *MUON), marks=pytest.mark.slow),
-        pytest.param((2,), ("strategy=ddp",), marks=pytest.mark.slow),
-        pytest.param(LAST, ("strategy=ddp",), marks=pytest.mark.slow),
-        pytest.param((), ("strategy=hybrid", "train.ema=0.9", *MUON), marks=pytest.mark.slow),
-        pytest.param((0,), ("strategy=hybrid", "train.ema=0.9"), marks=pytest.mark.slow),
+        pytest.param((), DDP_EMA, "gloo", id="gloo-ema"),
+        pytest.param((), DDP_EMA, "Hanging", id="Hanging-ema", marks=pytest.mark.slow),
+        *with_communicators("gloo", (0,), ("strategy=ddp", *MUON), name="donor, muon"),
+        *with_communicators("Hanging", (2,), ("strategy=ddp",), name="joining"),
+        *with_communicators("gloo", LAST, ("strategy=ddp",), name="last message"),
+        *with_communicators("gloo", (), (*HYBRID_EMA, *MUON), name="hybrid, muon"),
+        *with_communicators("Hanging", (0,), HYBRID_EMA, name="hybrid, donor"),
     ],
-    ids=["ema", "donor, muon", "joining", "last message", "hybrid, muon", "hybrid, donor"],
+    indirect=["communicator"],
 )
 def test_others_train_while_the_state_streams(tmp_path, communicator, victims, words):
     """A replica receives its state during several steps. Meanwhile its donor or the replica itself
@@ -326,7 +332,7 @@ def test_others_train_while_the_state_streams(tmp_path, communicator, victims, w
     assert sum(partly) > 10, "the others have trained meanwhile"
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("communicator", with_communicators("Hanging"), indirect=True)
 def test_stopped_rank_delays_other_ranks_until_the_heartbeat_timeout(tmp_path, communicator):
     """A rank that continues before the timeout stays in the quorum. Without it the others continue
     after the timeout, and its replica rejoins.
@@ -521,7 +527,7 @@ def test_replica_events_have_one_order_on_all_ranks():
         server.close()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("communicator", with_communicators("gloo"), indirect=True)
 def test_custom_loop_continues_after_a_replica_fails(tmp_path, communicator):
     """Both replicas fail once, the first of them with the rank that prints. Steps and losses equal
     one start.
