@@ -43,8 +43,8 @@ def test_overrides_take_precedence_over_the_cluster_file(tmp_path):
     [
         ("nodes: [", "while parsing"),
         ("42", "no cluster file"),
-        ("nodes: [1]", "is no value"),
-        ("a b: 1", "is no key"),
+        ("nodes: [1]", "is not a value"),
+        ("a b: 1", "is not a key"),
         (None, "No such file"),
         ("name: '${oc.env:HOME}'", "is an interpolation"),
         ("name: &a x\ndevice: {name: *a}", "an alias"),

@@ -462,7 +462,7 @@ def test_secret_is_created_and_refused_if_readable_by_others(tmp_path, capsys, m
     path.write_text("short\n")
     refused(path, "a secret has 32 to 4096 characters, this has 5")
     refused(tmp_path / "nowhere", "No such file")
-    refused(pipe, "no regular file")
+    refused(pipe, "not a regular file")
 
 
 def test_several_nodes_need_a_secret(monkeypatch):
