@@ -225,8 +225,8 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 def checked_settings(plain: Mapping[str, Any]) -> Any:
     """Return the ``peft.LoraConfig`` of ``plain``, as read from a file; see `plain_settings`.
 
-    Raises ValueError for another method, and for an argument outside of `ARGUMENTS` with another
-    value than its default.
+    Raises ValueError if the method is not LoRA, or if an argument outside of `ARGUMENTS` has a
+    value other than its default.
     """
     if plain.get("peft_type") != "LORA":
         raise ValueError(f"peft_type={plain.get('peft_type')}: only LORA is converted")

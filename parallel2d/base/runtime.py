@@ -152,8 +152,8 @@ def setup(
             ``timeout_s``. See [Note: two timeouts].
         host_id: overrides the detected host identity; `parallel2d.build_mesh` derives the ranks of
             each node from it.
-        replicas: True to train on when replicas are lost; see `parallel2d.Replicas`. ``launch run``
-            starts lost replicas again, on CPU.
+        replicas: True if training continues after replicas have failed; see `parallel2d.Replicas`.
+            ``launch run`` starts lost replicas again, on CPU.
 
     Raises:
         ConfigError: if a process group exists, for incomplete environment variables, more ranks

@@ -285,8 +285,8 @@ class _Node:
             requeue = workers.settings.requeue_exit_code
             return all(each.exit_code != requeue for each in failures)
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
-            # They cannot save without the failed ranks, and a rank that waits for a failed rank on
-            # an accelerator does not react to SIGTERM.
+            # The live ranks cannot save without the failed ranks. A rank whose accelerator waits
+            # for a failed rank does not react to SIGTERM.
             workers.log("ranks of another node have failed; restarting with all live nodes")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:

@@ -116,7 +116,8 @@ def _limits_of_nccl(
         hosts = [topology.hosts[rank] for rank in group]
         has_common_host |= len(set(hosts)) < len(hosts)
     if has_common_host:
-        # They map memory of each other, which NCCL frees when it revokes a communicator.
+        # GPUs of one host map memory of their peers. NCCL frees this memory when it revokes a
+        # communicator.
         yield (
             "several GPUs of one host are in one replicate group, which nccl2 cannot lose one by "
             "one; use launch.replica_backend=gloo, or one replica per node"

@@ -275,7 +275,9 @@ class LaunchConfig:
     max_restarts: int | str = option(
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
-    min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
+    min_replicas: int = option(
+        1, "Live replicas with which training continues after a failure; fewer wait", min=1
+    )
     on_replica_loss: str = option(
         "auto",
         "auto: the others train on, on GPUs only where preflight has passed; docs/failures.md",

@@ -144,9 +144,9 @@ def replace(
         durable: True if the content must survive a loss of power, once the folder is flushed.
 
     Raises:
-        OSError: if the file cannot be written. No draft remains.
+        OSError: if the file cannot be written. The temporary file is removed.
     """
-    # The draft is in the same folder, because a rename cannot cross file systems.
+    # The temporary file is in the same folder, because a rename cannot cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -157,7 +157,7 @@ def replace(
                 file.write(content.encode())
             if durable:
                 file.flush()
-                os.fsync(file.fileno())  # before the rename: a crash could leave an empty file
+                os.fsync(file.fileno())  # without this, a crash could leave an empty file
         os.replace(draft, path)
     except BaseException:  # also after an interrupt
         with contextlib.suppress(OSError):

@@ -251,8 +251,8 @@ class StoreServer:
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """Return the answer, or None if the request must wait. Raises `Untrusted` for a request
-        while another one of the peer waits."""
+        """Return the answer, or None if the request must wait. Raises `Untrusted` if an earlier
+        request of the peer still waits."""
         if peer.wait is not None:
             raise Untrusted("it asked twice at once")
         try:

@@ -394,7 +394,7 @@ class _Collector:
         # gradients reduced in the dtype that autograd returns.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
-        # Those without a fractional part, and complex ones, are never cast.
+        # Integer and complex parameters are never cast.
         if not stored.is_floating_point:
             gathered = stored
         reduced = policy.reduce_dtype or gathered

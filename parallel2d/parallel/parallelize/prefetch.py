@@ -128,7 +128,7 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 
 
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
-    """Return the groups in the order of the begins of their forwards.
+    """Return the groups in the order in which their forwards begin.
 
     A group begins before the groups inside it, and ends after them.
     """

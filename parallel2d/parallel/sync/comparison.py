@@ -1,6 +1,6 @@
 """Comparison of tensors that must be equal on all replicas: `ReplicaComparison`.
 
-A single differing bit would stay for the rest of the run, and would be saved. A hash of each group
+A single differing bit would stay until the end of the run, and would be saved. A hash of each group
 of parameters travels with an existing sum over all ranks. Only if hashes differ do ranks exchange
 more, to name the parameter and the rank.
 """

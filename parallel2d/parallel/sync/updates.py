@@ -150,7 +150,8 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def finish_updates(model: nn.Module) -> None:
-    """End training: with ``sync=diloco`` run a last outer step with the rest. Collective."""
+    """End training: with ``sync=diloco`` run a last outer step for the steps since the previous
+    one. Collective."""
     outer = outer_sync(model)
     if outer is not None:
         reshard(model)

@@ -254,7 +254,7 @@ class InitialWeights:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), writes:
                 self._initialize(module, name, seed=0, is_complete=is_complete)
-        # It may read values, or refuse meta tensors.
+        # The initializer reads values, or refuses meta tensors: it is treated as one that writes.
         except Exception:
             writes.found = True
         for _, held, key, on_meta in below:

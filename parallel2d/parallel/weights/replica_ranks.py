@@ -60,7 +60,7 @@ def deal(sizes: Sequence[int], ranks: int) -> Iterator[list[list[int]]]:
 class _Piece(NamedTuple):
     """A rectangle of a tensor."""
 
-    number: int  # of the tensor, among the tensors of its owner
+    number: int  # index of the tensor among the tensors of its owner
     tensor: Tensor  # the target, with this rank's local shard
     region: Region
 

@@ -225,7 +225,7 @@ def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.Parameter:
-    """Return the unsharded parameter, or ``sharded`` itself without ``keep``. Collective."""
+    """Return the unsharded parameter; ``sharded`` itself if ``keep`` is False. Collective."""
     tensor = gather_tensor(sharded, keep=keep, cpu=cpu)
     gradient = None
     if grads and sharded.grad is not None:

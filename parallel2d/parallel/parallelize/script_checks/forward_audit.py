@@ -311,7 +311,8 @@ class _Same:
 
 def _containers_in(value: Any) -> Iterator[Any]:
     """Yield the containers in ``value``, recursively, outer containers first."""
-    # Those of which `fully_shard` makes copies where it casts, or where they hold gradients
+    # Containers that `fully_shard` copies, because it casts tensors or because tensors need
+    # gradients
     is_copied = isinstance(value, list | dict | set)
     is_copied |= is_dataclass(value) and not isinstance(value, type)
     if is_copied:

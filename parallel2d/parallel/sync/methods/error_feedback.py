@@ -154,7 +154,7 @@ class ErrorFeedback(UpdateFollower):
         return found
 
     def scale(self, factor: float) -> None:
-        """Scale the error feedback, so that it has the same weight in the mean as before."""
+        """Scale the error feedback, so that its weight in the mean does not change."""
         for name, (codes, scales) in self._kept.items():
             self._kept[name] = StoredBlocks(codes, scales * factor)
 
