@@ -367,7 +367,8 @@ class SampleText(Hook):
             )
 
     def start(self, run: RunView, step: int) -> None:
-        """Load the tokenizer. Raises `ConfigError` for data without one, or with another one."""
+        """Load the tokenizer. Raises `ConfigError` if the data has no tokenizer, or a different
+        one."""
         name, fingerprint = run.tokenizer
         if not fingerprint and self.tokenizer is None:
             raise ConfigError(

@@ -115,7 +115,8 @@ def stored_bytes(group: Any) -> int:
 
 
 def open_arrow(path: str) -> Any:
-    """A reader of an Arrow stream file, which is mapped. Raises OSError for another file."""
+    """A reader of an Arrow stream file, which is memory-mapped. Raises OSError for files in another
+    format."""
     pyarrow, ipc = (library(name, "data", path) for name in ("pyarrow", "pyarrow.ipc"))
     try:
         return ipc.open_stream(pyarrow.memory_map(path))

@@ -126,8 +126,8 @@ class StreamWaits:
         stream = self._current() if stream is None else stream
         if stream != self._compute:
             type(event).wait(event, stream)
-            # One communication stream waits for another, as sharding does between reduce-scatter
-            # and all-reduce: a later wait for this stream then includes the other stream's axis.
+            # One communication stream waits for another: FSDP2's all-reduce stream waits for the
+            # reduce-scatter. A later wait for this stream therefore counts for ``axis``.
             self._axis_of[stream] = axis
             return
         before = self.begin()

@@ -405,8 +405,8 @@ class Stragglers:
 
 
 class Goodput:
-    """The part of the wall time that trained the model, and the causes of the rest: totals on
-    rank 0, in seconds. Useful is the time of steps without the wait for data.
+    """The fraction of the wall time that trained the model, and the causes of the other time:
+    totals on rank 0, in seconds. Useful is the time of steps without the wait for data.
 
     The totals cover the time since the first start of the run, restarts included: a resumed run
     continues the totals of its last row. If workers replaced others, the time between that row and

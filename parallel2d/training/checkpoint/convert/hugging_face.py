@@ -288,11 +288,12 @@ def _library_model(
 
 def _stored_names(source: Source, model: Any) -> dict[str, str]:
     """Map the name of each parameter that the library saves to its name in ``source``. Raises
-    `ConfigError` for names that only one side has, and for different shapes."""
+    `ConfigError` if the names or shapes of ``source`` and ``model`` differ."""
     there = {}
     for name in source.tensors:
         there[name.removeprefix("model/")] = name
-    # A checkpoint stores a tied parameter under its first name, the library under another one.
+    # A checkpoint stores a tied parameter under its first name. The library may use another of its
+    # names.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
     expected = model.state_dict()
     for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):
