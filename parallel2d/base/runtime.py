@@ -372,9 +372,9 @@ def release_groups() -> None:
 def patient_group(timeout: timedelta, part: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Make a gloo group of all ranks, or those of ``part``, for work that waits for disks:
     `limit_waiting` does not change its ``timeout``. Collective."""
-    # Where replicas may be lost, only the default backend makes a group that outlives them.
+    # If replicas may fail, only a group of the default backend survives the failure.
     backend = None if current() is not None else "gloo"
-    # The ranks outside of a part do not know of it.
+    # Ranks outside of ``part`` do not call this function.
     group = dist.new_group(
         None if part is None else dist.get_process_group_ranks(part),
         backend=backend,
@@ -400,7 +400,7 @@ def limit_waiting(seconds: float) -> None:
 def seconds_to_wait() -> float:
     """Return how long a collective of the default process group waits for a late rank."""
     world = dist.distributed_c10d._get_default_group()
-    # Its backends, one per type of device, were made with one timeout.
+    # All backends of the group, one per device type, have the same timeout.
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     # torch's fake backend has no options: it never waits.
     return math.inf if options is None else options._timeout.total_seconds()

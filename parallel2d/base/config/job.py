@@ -374,9 +374,9 @@ class TrainConfig:
 
     @property
     def replicas_survive(self) -> bool:
-        """True if training may continue without a lost replica. Each replica has the full state,
-        except for its error feedback. Where replicas split updates, the survivors wait for a lost
-        one."""
+        """True if training may continue without a failed replica. Each replica has the full state,
+        except for its error feedback. If replicas split updates, the survivors wait for the failed
+        replica."""
         certifies = self.train.certify or self.train.certify_only
         return self.strategy.placement.replicates and not certifies
 
@@ -440,5 +440,5 @@ class Job:
     records: str = ""  # folder of the run directory for Hydra's records of a pending start
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by the objective of this job
-    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as lost
+    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as failed
     sizes: Mapping[str, int] | None = None

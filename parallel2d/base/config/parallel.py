@@ -243,7 +243,8 @@ class ActivationCheckpointingConfig:
 
     @property
     def compiler_budget(self) -> float | None:
-        """Share of activations that the compiler may save; None if it does not choose them."""
+        """Share of activations that the compiler may save; None if the compiler does not choose the
+        saved activations."""
         return self.memory_budget if self.name == "budget" else None
 
     @property

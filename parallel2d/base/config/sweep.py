@@ -134,7 +134,8 @@ def _run_job(
 
 
 class _SweepEnded(BaseException):
-    """End of a sweep. Not an Exception, because Hydra continues with the next job after one."""
+    """End of a sweep. Not a subclass of Exception: after an Exception Hydra continues with the next
+    job."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))

@@ -41,7 +41,7 @@ _UNPROVEN = 4096
 _LONGEST_WAIT_S = 3600.0  # between two polls of the deadlines
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
-_MOST_UNSENT = 1 << 20  # bytes of answers that a peer leaves unread before it is not heard
+_MOST_UNSENT = 1 << 20  # bytes of unread answers above which requests of the peer are not read
 
 
 class StoreServer:
