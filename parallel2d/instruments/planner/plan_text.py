@@ -213,7 +213,7 @@ def _shown(result: SearchResult) -> Sequence[RankedLayout]:
         if layout.words[:4] not in seen:
             seen.add(layout.words[:4])
             shown.append(layout)
-    # Of those that do not fit the fastest tell most. They come last.
+    # The fastest of the layouts that do not fit come last.
     too_large = result.ranked[: min(place, _MOST_LINES // 2)]
     return [*shown[: _MOST_LINES - len(too_large)], *too_large]
 
