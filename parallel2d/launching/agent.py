@@ -7,13 +7,14 @@ rank that failed first. The nodes agree in `Round` on the members of a start.
 are ended at once, because they would wait for it without end; see [Note: a storm of restarts]. (2)
 The nodes changed, because a node wants to join: workers are asked to stop, so that they save and no
 step is repeated. (3) A worker stopped because some rank received a signal to stop (a node is being
-taken away): all workers have saved, and the rest continue. Running workers are ended without a save
-for one reason only: the other nodes have continued without this node after it had timed out.
+taken away): all workers have saved, and the other nodes continue. Running workers are ended without
+a save for one reason only: the other nodes have continued without this node after it had timed out.
 
 [Note: a storm of restarts] A limit for the whole job would end a run of a month at its twentieth
 failed node; without a limit a broken step would repeat endlessly. Therefore the limit applies to
-consecutive failures without progress, that is, without a new furthest step. After the first of them
-the workers restart at once, after the next ones in 1, 2, 4 ... seconds, at most a minute.
+consecutive failures without progress, that is, without a new furthest step. The workers restart at
+once after the first of these failures, and after 1, 2, 4 ... seconds (at most a minute) after the
+following failures.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ class NodeWorkers:
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
     """Create this launcher's folders, one for records and one in shared memory for in-memory
-    checkpoints, and announce them to its workers together with ``environment``. Yields the first
-    one, and deletes both at the end. Raises `ConfigError` if another user holds one of the
-    names."""
+    checkpoints, and announce them to its workers together with ``environment``. Yields the folder
+    for records, and deletes both folders at the end. Raises `ConfigError` if another user holds one
+    of the names."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
         places[MEMORY_DIR] = SHARED_MEMORY

@@ -57,7 +57,7 @@ class Rendezvous:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def end(self, how: str = "well") -> None:
-        """Mark the job as ended: the next job with its name takes another number."""
+        """Mark the job as ended: the next job with the same name takes another number."""
         self.store.set(f"{_CLOSED}/{self.name}", how)
         self.store.delete_all(self.ranks_prefix)
 

@@ -26,7 +26,8 @@ from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.heartbeat import Heartbeats
 from parallel2d.launching.rendezvous import Rendezvous
 
-# Time for further nodes after the smallest number has joined: at first, and in later rounds
+# Seconds to wait for further nodes after the smallest number has joined: in the first round, and in
+# later rounds
 FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
 _END_S = 60.0  # time that the first node to end waits for the others
 

@@ -1,11 +1,11 @@
 """The agreement of all ranks on a job before they train: `share_job`.
 
 [Note: one run directory] Only one process composes the job: the launcher of a single node, or rank
-0, which publishes configuration and directory through the rendezvous store. Workers that replace
-others continue the job that the first workers agreed on: each node's first rank writes a record of
-it that exists as long as the node's launcher, and rank 0 asks all nodes for their records. One
-record is enough, so a node that is new to the job gets it too. The record also tells all ranks
-alike that the workers were restarted: the restart counters of elastic agents differ between nodes.
+0, which publishes configuration and directory through the rendezvous store. Restarted workers
+continue the job of the first workers: each node's first rank writes a record of the job, which
+exists as long as the node's launcher. Rank 0 asks all nodes for their records. One record is
+enough, so a new node of the job gets the record too. All ranks learn from the record that the
+workers were restarted, because the restart counters of elastic agents differ between nodes.
 """
 
 from __future__ import annotations
