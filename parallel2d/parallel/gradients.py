@@ -87,7 +87,7 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of ``parameters`` that have one."""
+    """Return the gradients of ``parameters``, without missing gradients."""
     found = []
     with quick_reads():
         for parameter in parameters:

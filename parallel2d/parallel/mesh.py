@@ -84,7 +84,7 @@ def place_mesh(
             log.info("%s", line)
     device_type = device_type or accelerator_type()
     replicas = current()
-    # From here on each of these replicas may fail without the others.
+    # After this call each of these replicas may fail independently.
     if replicas is not None and shape.replicate > 1:
         prepare_rank(shape.world_size, replicas=shape.replicate)
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
@@ -118,9 +118,9 @@ def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceM
 def _backends_of(
     device_type: str, axes: Sequence[str]
 ) -> tuple[tuple[str | None, None], ...] | None:
-    """By axis the backend and its options, for `DeviceMesh`. If replicas may be lost, the axes
-    inside a replica get torch's own backends; those of the replicate axis are made by the default
-    group."""
+    """Return the backend and its options for each axis of `DeviceMesh`. If replicas may fail, the
+    axes inside a replica get torch's backends, and the default group creates the groups of the
+    replicate axis."""
     replicas = current()
     if replicas is None or not replicas.is_divided:
         return None
@@ -248,7 +248,7 @@ def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     known = _part_groups.get(ranks)
     # The groups of an earlier world are gone.
     if known is None or known not in dist.distributed_c10d._world.pg_map:
-        # Ranks outside of the mesh take no part, and do not know of it.
+        # Ranks outside of the mesh do not call this function.
         new = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh")
         assert isinstance(new, dist.ProcessGroup)  # this rank is a member
         inherit_timeout(new, mesh.device_type)

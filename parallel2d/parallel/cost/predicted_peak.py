@@ -176,7 +176,8 @@ class _Step:
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)
-        # The groups that ran before this group come next; before the root, which begins first, all.
+        # Backward continues with the groups that ran before this group in forward; all groups
+        # follow the root.
         before = self._gathered_order
         if number != self._root:
             before = before[: before.index(number)]

@@ -87,7 +87,7 @@ def _mark_pickle(tensor: DTensor) -> None:
 
 
 def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Run after ``state_dict``: its tensors are other objects than the parameters."""
+    """Run after ``state_dict``, whose tensors are not the parameter objects."""
     for value in state.values():
         if isinstance(value, DTensor):
             _mark_pickle(value)
@@ -228,7 +228,7 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
             raise AttributeError(f"{problem}; use model") from error
 
     # A module may create modules of its class, such as a slice of a sequence. As in FSDP, these
-    # have the plain class.
+    # modules have the plain class.
     def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = kind(*args, **kwargs)
         return made

@@ -60,7 +60,7 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
                 module.set_modules_to_backward_prefetch([module])
     ended: list[Group] = []  # groups of the running forward, in the order of their ends
     engine = engine_of(model)
-    # Groups without an all-gather, which only some ranks may run
+    # Groups without an all-gather: modules that only some ranks may run
     left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
     for group in module_groups(model):
         if tuple(group) not in left_out:

@@ -17,8 +17,8 @@ of module names to a torch ``ParallelStyle`` or to a word:
                        rowwise, with unsplit input: follows colwise_gather_output
     embedding_rowwise  rowwise, of an Embedding
 
-The last four words are those of Hugging Face plans. A layer under a word takes and returns unsplit
-activations, except between a colwise Linear and its rowwise Linear.
+The last four words come from Hugging Face plans. A layer with one of these words takes and returns
+unsplit activations, except between a colwise Linear and its rowwise Linear.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ class UnshardedParameters:
     def changed(self) -> Iterator[FSDPGroup]:
         """Yield the groups that were changed between a forward and its pending backward.
 
-        Their modules hold the sharded parameters again, instead of the outdated unsharded ones.
+        After this call their modules hold the sharded parameters, because the unsharded parameters
+        are outdated.
         """
         for each in self.groups:
             if each.awaits_backward and each.take_updates():

@@ -1,5 +1,5 @@
-"""Work that the ranks of a replica divide: `deal`, and the values that each rank sends to the local
-shards of the others: `ReplicaRanks`.
+"""Division of work among the ranks of a replica (`deal`), and transfer of the resulting values to
+the local shards (`ReplicaRanks`).
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 `load_sharded_state` and `load_state` load them. `Checkpointer` writes states that outlive the
 process.
 
-``torch.distributed.checkpoint.state_dict`` is not used. To read an optimizer's state, its functions
-run a step if the state is empty, and they do not find parameters that a replica updates in part. To
-set a state, they send a pickle, give every rank each unsharded parameter, and may find a mismatch
-after they have written some tensors.
+``torch.distributed.checkpoint.state_dict`` is not used. Its functions for reading run an optimizer
+step if the state is empty, and do not find parameters that a replica updates in part. Its functions
+for loading send a pickle, give every rank each unsharded parameter, and may find a mismatch after
+writing some tensors.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ def _match_optimizer(
 ) -> tuple[Entries, list[Settings], list[str]]:
     """Return entries of ``state`` by FQN, new settings per group of ``optimizer``, and problems.
 
-    Settings are {} for a group that keeps its own.
+    Settings are {} for a group that keeps its current settings.
     """
     if state is None:
         return {}, [], ["it has no optimizer"]

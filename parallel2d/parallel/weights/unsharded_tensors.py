@@ -42,8 +42,8 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
     if not keep:
         return None
     whole = whole.detach().to("cpu" if cpu else whole.device)
-    # With one rank, or for a plain tensor, this may be the tensor's own storage, and a change of
-    # one would change the other.
+    # With one rank, or for a plain tensor, the result may share the storage of ``tensor``: a write
+    # to one tensor would change the other.
     if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         return whole.clone()
     return whole
@@ -54,7 +54,7 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
     """Copy this rank's part of ``other`` into ``tensor``.
 
     ``other`` has the same unsharded shape, on any device. Collective if ``other`` is a `DTensor`
-    with another split: it is redistributed, or, on another mesh, unsharded for a moment.
+    with another split: it is redistributed, or, on another mesh, temporarily unsharded.
     """
     if isinstance(other, DTensor):
         # torch redistributes on one mesh only.
@@ -126,8 +126,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Unshard the parameters of a parallelized model, or of one of its modules, inside. Collective.
 
-    They are plain tensors. Call neither forward nor backward inside: hooks expect sharded
-    parameters.
+    Inside, the parameters are plain tensors. Call neither forward nor backward inside, because
+    hooks expect sharded parameters.
 
     Args:
         model: the model or module.
@@ -158,7 +158,7 @@ def summon_full_params(
     wholes = {}
     for parameter in places:
         wholes[parameter] = _gather(parameter, keep=keep, cpu=offload_to_cpu, grads=with_grads)
-    # Only after all gathers: if one fails, the model is unchanged.
+    # The model changes only after all gathers: if a gather fails, the model is unchanged.
     _show(places, wholes)
     try:
         yield
@@ -244,7 +244,8 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
 def _write_back(
     wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
 ) -> None:
-    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded one."""
+    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded
+    parameter."""
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return

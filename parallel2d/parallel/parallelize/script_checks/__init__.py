@@ -1,8 +1,8 @@
 """Checks that find errors of a training script in its first steps: `check_script`.
 
 The checks are active during the first steps of a model's optimizers (``checks.steps``). Afterwards
-all hooks and modes are removed. A write to a parameter may show only on the ranks with the written
-local shard: if a backward pass follows, the agreement of its ranks notifies the other ranks.
+all hooks and modes are removed. A write to a parameter may be visible only on the ranks with the
+written local shard. If a backward pass follows, its status all-reduce notifies the other ranks.
 """
 
 from __future__ import annotations

@@ -76,12 +76,13 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
     try:
         yield
-    # `break`, and an exception in the body of the loop, end a generator by GeneratorExit. No
-    # exception leaves it then: Python prints a traceback of it.
+    # `break`, and an exception in the body of the loop, end a generator by GeneratorExit. The
+    # generator must not raise another exception here, because Python would only print its
+    # traceback.
     except GeneratorExit:
         try:
             discard_accumulated(model)
-        except RuntimeError as error:  # another rank has ended, as the body has raised
+        except RuntimeError as error:  # another rank has ended
             log.info("an interrupted global batch was not discarded: %s", error)
         raise
     except BaseException:

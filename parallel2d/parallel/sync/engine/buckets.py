@@ -110,10 +110,11 @@ class GroupGradients:
             parameter.cast_gradient(parameter.gradient_dtype)
         if crosses:
             self.set_aside_means()
-        # Sums that stay on this replica are not means any more.
+        # Sums that are not reduced over the replicas are not means.
         elif self.state is ReduceState.AVERAGED:
             self.state = ReduceState.WAITING
-        # Ranks of a shard group run the same groups: a group without a forward here had none there.
+        # Ranks of a shard group run the same groups: a group without a forward on this rank had no
+        # forward on the others.
         self.group.prepare_gradients(fill=has_gradient or self.forwards > 0)
         # Hooks run after the agreement, when gradients are complete.
         for parameter in self.group.trained:
@@ -180,12 +181,13 @@ class GroupGradients:
 
     def note_used(self) -> None:
         """Update `used` with the gradients of this pass."""
-        # Gradients of zeros, which backward leaves after a dummy
+        # After only a dummy forward, backward has left gradients of zeros.
         is_dummy = self.ran_dummy and not self.ran_module
         for number, parameter in enumerate(self.group.parameters):
             if parameter.has_unsharded_gradient and not is_dummy:
                 self.used[number] = True
-            # A gradient of an earlier pass may be on the part that this replica updates.
+            # An earlier pass may have left a gradient on the sharded parameter, or on the part that
+            # this replica updates.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:
                 self.used[number] = False
 
@@ -206,7 +208,8 @@ class GroupGradients:
         if self.state is not ReduceState.AVERAGED:
             return
         self.state = ReduceState.WAITING
-        # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
+        # Means in 32 bits or more are not set aside: averaging equal gradients again rounds once,
+        # in fp32.
         if not self.comm_format.rounds:
             return
         for parameter in self.group.trained:
@@ -356,7 +359,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
     None otherwise. Gaps hold padding: a view with gaps would have a size that depends on how the
     gradients were computed, and replicas could send different sizes.
     """
-    # A parameter without a gradient needs zeros, and the storage has no room for them.
+    # A parameter without a gradient needs zeros, for which the storage has no space.
     found = []
     for tensor in tensors:
         if tensor is not None:
@@ -503,7 +506,7 @@ class BucketQueue:
         self._continue_all_but(_BETWEEN)
 
     def _continue_all_but(self, left: int) -> None:
-        """Run all but the last step of the oldest reductions, which send their messages.
+        """Run all but the last step of the oldest reductions. These steps send the messages.
 
         The order is the order of the starts, so it is the same on every replica.
         """
@@ -537,8 +540,8 @@ class BucketQueue:
         # Gradients are written on two streams: FSDP accumulates on `accumulating`, and with one
         # rank on the shard axis on the current stream. All kernels of a final group are issued on
         # the host before this point, so the waits below cover them. Both waits are needed for
-        # every bucket, because a bucket may join groups of both kinds. The current stream also
-        # carries the optimizer of the previous step, which reads the memory of earlier buckets.
+        # every bucket, because a bucket may join groups of both kinds. The optimizer of the
+        # previous step also runs on the current stream, and reads the memory of earlier buckets.
         self.stream.wait_stream(current_stream(self.device_type))
         self.stream.wait_stream(self.accumulating)
         with on_stream(self.device_type, self.stream):

@@ -42,7 +42,7 @@ class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    # True if all replicas get the mean; False if only its owner does
+    # True if all replicas get the mean; False if only the owner of each row gets it
     _sent_back = True
 
     def __init__(self, config: SyncConfig) -> None:
