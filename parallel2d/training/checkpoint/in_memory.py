@@ -157,7 +157,7 @@ class InMemoryCheckpoints:
         self._group.stay()
         self._sources, self._opened = {}, ()
         answers = self._group.all_gather((self._group.rank, self.on, self._copies()))
-        # A rank that started later has not seen earlier errors.
+        # A rank that started later does not know of earlier errors.
         self.on = all(is_on for _, is_on, _ in answers)
         if self.on:
             found = {}

@@ -31,7 +31,7 @@ _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _PIECE = 2**24  # bytes, small enough that hashing overlaps with the disk's writes
 
 Blocks = Iterable[bytes | memoryview]
-_TOKEN_S = 3600.0  # age after which no rank reads the file that proves a shared folder
+_TOKEN_S = 3600.0  # age of a shared-folder test file that no rank reads any more
 
 
 class CheckpointError(PlainError):
@@ -70,7 +70,8 @@ def open_store(root: str) -> Store:
 
 
 def find_checkpoint(path: str) -> str:
-    """Resolve ``path`` to a checkpoint: itself, or the newest one of a run or store folder."""
+    """Resolve ``path`` to a checkpoint: ``path`` itself, or the newest checkpoint of a run or store
+    folder."""
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
@@ -96,7 +97,7 @@ def _is_old_token(path: str) -> bool:
 
 
 class LocalStore:
-    """A store on a file system with atomic renames of folders (any local one, NFS, Lustre).
+    """A store on a file system with atomic renames of folders (any local file system, NFS, Lustre).
 
     Args:
         durable: flush and read back every file. False for a store in memory, where neither can
@@ -159,8 +160,9 @@ class LocalStore:
         self.write(place, MANIFEST, [manifest])
         # The order of these calls is the publication. The manifest is written last. The folder is
         # flushed before the rename, because a file system may otherwise persist the rename before
-        # the names of the files, and a crash would leave a published checkpoint without them. The
-        # root is flushed after the rename, because the save counts as done once this returns.
+        # the names of the files, and a crash would leave a published checkpoint without these
+        # files. The root is flushed after the rename, because the save counts as done once this
+        # returns.
         flush_folder(place)
         # A rename onto an existing empty folder would succeed silently.
         if os.path.lexists(self.path_of(step)):

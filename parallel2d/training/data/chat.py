@@ -61,7 +61,7 @@ class ChatTemplate:
         self._variables = {**_special_tokens(settings), **config.chat_arguments}
         self._has_marks = bool(_MARKS.search(source))
         identity = json.dumps([source, self._variables], sort_keys=True, default=str)
-        # Equal exactly if equal rows give equal text and targets
+        # Identity of the template: equal if and only if equal rows give equal text and targets
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     def parts(self, row: Any) -> Parts:
@@ -117,7 +117,7 @@ class ChatTemplate:
                 add_generation_prompt=prompts,
                 **self._variables,
             )
-        # The template raises any type: errors of Jinja, and those of operations on the row.
+        # The template may raise errors of Jinja, or any error of an operation on the row.
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses the row: {printable(error, 200)}"

@@ -129,7 +129,7 @@ class FittedSamples(_TokenSamples):
 
 def _fitted(sizes: Array, first: int, most: int) -> list[list[int]]:
     """Return rows of documents by best-fit decreasing: each document, the largest first, is placed
-    in the fullest row with room for it. ``first``: number of the first document."""
+    in the fullest row with enough space. ``first``: number of the first document."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, row), ascending
     for index in np.argsort(-sizes, kind="stable").tolist():

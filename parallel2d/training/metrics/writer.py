@@ -91,7 +91,8 @@ _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 
 @dataclass
 class MetricsWriter:
-    """Appends one flat row per logged step to both places. Every line is flushed.
+    """Appends one flat row per logged step to ``metrics.jsonl`` and TensorBoard. Every line is
+    flushed.
 
     A failed write (the disk is full, the run directory was deleted) does not end the run: it is
     reported once, and lost rows are counted.
@@ -119,7 +120,7 @@ class MetricsWriter:
 
     def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
         """Open both files to continue after ``from_step``, and remove the rows of later steps,
-        which a restart has undone. Raises OSError, and `ConfigError` for rows that no run writes.
+        which a restart repeats. Raises OSError, and `ConfigError` for rows that no run writes.
 
         Returns the last row before the removal and the last row that stays, or None.
         """

@@ -5,11 +5,11 @@ and ``torch.optim.AdamW`` bit by bit.
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
 Its update is the unsharded momentum matrix after Newton-Schulz iterations in bf16, which make it
 orthogonal. A sum over parts would round differently from the sum over the unsharded matrix.
-Therefore each rank casts its part to bf16, as the iteration would do first, and one rank, the
-owner, receives all parts, iterates, and sends every rank its part of the result. A parameter that
-holds several matrices (`matrix_splits.py`) has one owner, which iterates on each: see [Note: one
-owner per matrix] in `matrix_owners.py`. The iterations of a model are divided among the ranks with
-the same updates, by their FLOPs.
+Therefore each rank casts its part to bf16, which is the first operation of the iteration. One rank,
+the owner, receives all parts, runs the iteration, and sends every rank its part of the result. A
+parameter that holds several matrices (`matrix_splits.py`) has one owner, which iterates on each
+matrix: see [Note: one owner per matrix] in `matrix_owners.py`. The iterations of a model are
+divided among the ranks with the same updates, by their FLOPs.
 """
 
 from __future__ import annotations

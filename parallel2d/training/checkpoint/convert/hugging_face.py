@@ -76,8 +76,9 @@ _MAX_TOKENIZER = 256 * 2**20  # bytes
 
 
 def read_llama(path: str) -> Source:
-    """Read a Llama folder, and map its tensors to our names. Raises `ConfigError` for another model
-    and for features that ours lacks: biases, scaled rotary embedding, heads not of dim / heads."""
+    """Read a Llama folder, and map its tensors to our names. Raises `ConfigError` for another
+    model, and for features that our Llama lacks: biases, scaled rotary embedding, a head dim other
+    than dim / heads."""
     what = os.path.basename(os.path.abspath(path))
     with as_config_error(f"{what}/config.json"):
         arguments = _arguments_of(huggingface.saved_config(path, None, {}))
@@ -105,8 +106,8 @@ def read_llama(path: str) -> Source:
 
 
 def _arguments_of(config: Any) -> dict[str, Any]:
-    """Convert the library's configuration to our arguments. Raises ValueError for a model that ours
-    cannot represent."""
+    """Convert the library's configuration to our arguments. Raises ValueError for a model that our
+    Llama cannot represent."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
     arguments: dict[str, Any] = {}
@@ -125,7 +126,8 @@ def _arguments_of(config: Any) -> dict[str, Any]:
 
 
 def llama_arguments(layout: Any) -> dict[str, Any]:
-    """Return the arguments of the Llama in the ``layout`` of a checkpoint; empty if it has none."""
+    """Return the arguments of the Llama in the ``layout`` of a checkpoint; empty if ``layout`` has
+    no Llama."""
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
@@ -147,7 +149,8 @@ def _llama_names(layers: int) -> dict[str, str]:
 
 
 def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert our Llama's arguments to the library's. Raises `ConfigError` for missing ones."""
+    """Convert our Llama's arguments to the library's. Raises `ConfigError` for missing
+    arguments."""
     missing = []
     for key in _ARGUMENTS:
         if key not in arguments:
