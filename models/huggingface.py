@@ -326,7 +326,7 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
     rules: list[Any] = get_model_conversion_mapping(twin)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    # Of two rules with one pattern the later rule wins, as in the library.
+    # If two rules have the same pattern, the later rule is used, as in the library.
     by_pattern: dict[str, Any] = {}
     for rule in converters:
         by_pattern |= dict.fromkeys(rule.source_patterns, rule)

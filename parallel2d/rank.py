@@ -71,7 +71,7 @@ def check_main(words: Sequence[str]) -> int:
     text, nodes, workers = words
     with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
         from parallel2d.training.assemble import check
-        from parallel2d.training.device_defaults import resolved_here
+        from parallel2d.training.auto_precision import resolved_here
 
         check(resolved_here(from_yaml(text)), Topology.equal_hosts(int(nodes), int(workers)))
     return 0
@@ -136,7 +136,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
     from parallel2d.launching import rank_signals, replica_loss
-    from parallel2d.training.device_defaults import resolved_on_ranks
+    from parallel2d.training.auto_precision import resolved_on_ranks
 
     rank_signals.listen()
     _log_to(job.run_dir, identity)

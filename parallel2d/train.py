@@ -95,7 +95,7 @@ def _plan(composition: Composition) -> int:
 
     from parallel2d.instruments.planner.layout_cost import cost_of, planned_topology
     from parallel2d.instruments.planner.plan_text import shortage, summary
-    from parallel2d.training.device_defaults import resolved_for_plan
+    from parallel2d.training.auto_precision import resolved_for_plan
 
     torch.set_num_threads(1)
     config = composition.config

@@ -185,7 +185,7 @@ def setup(
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     together = None
     starts_again = AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-    # On a device all ranks restart after a loss.
+    # With accelerators all ranks restart after a failure.
     if replicas and starts_again and devices.accelerator_type() == "cpu":
         if _setups:
             raise ConfigError("setup(replicas=True): once in a process")

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on a job before they train: `share_job`.
+"""Distribution of one job to all ranks before they train: `share_job`.
 
 [Note: one run directory] Only one process composes the job: the launcher of a single node, or rank
 0, which publishes configuration and directory through the rendezvous store. Restarted workers

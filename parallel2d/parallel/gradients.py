@@ -44,7 +44,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     dtype = torch.float32
     for split, gradients in _by_split(parameters).items():
         part = _local_part(gradients, norm_type)
-        # Only over the axes that split the elements; ranks of other axes hold equal sums.
+        # Reduce only over the axes that split the elements; ranks of other axes hold equal sums.
         for _, group in split:
             dist.all_reduce(part, operation, group)
         parts.append(part)

@@ -190,7 +190,7 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
         found[group_of(mesh, axis)] = axis
     by_ranks: dict[tuple[int, ...], str] = {}
     for group, axis in found.items():
-        # Of axes with equal ranks the first one shards the parameters.
+        # If several axes have the same ranks, the first of these axes shards the parameters.
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
     for group in filter(None, [reference() for reference in _axis_groups]):
         with contextlib.suppress(KeyError):  # torch has destroyed the group, or its ranks differ

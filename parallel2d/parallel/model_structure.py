@@ -277,7 +277,7 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     Blocks are found as for ``bucketing=block``. Single layers that repeat are not blocks here,
     because the last of these layers may be the head.
     """
-    # By id, because a tied embedding is also the weight of another module.
+    # Compare ids, because a tied embedding is also the weight of another module.
     embeddings: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):

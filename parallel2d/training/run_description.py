@@ -130,7 +130,8 @@ class RunFacts:
         return {
             "sync": self.layout.method.description,
             "model": self.model,
-            # As text, because TensorBoard rounds numbers to five digits, 115008 to 1.1501e+5.
+            # Write numbers as text, because TensorBoard rounds them to five digits, 115008 to
+            # 1.1501e+5.
             **{name: str(facts[name]) for name in names},
             "lr": self.job.config.optimizer.lr,
         }

@@ -117,7 +117,7 @@ def check_depth(value: Any) -> None:
 
 def is_count(value: Any, largest: int = MAX_COUNT) -> bool:
     """True if a JSON value is an integer from 0 to ``largest``."""
-    # Not isinstance, because True and False are ints too.
+    # Not `isinstance`, which would accept True and False.
     return type(value) is int and 0 <= value <= largest
 
 
@@ -230,7 +230,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 def _lift_folders(outer: int, name: str) -> None:
     """Remove a folder in ``outer``. The folders in it move to ``outer``."""
-    # By descriptors, because another user with write permission could replace a folder by a link.
+    # Use descriptors instead of paths, because another user with write permission could replace a
+    # folder by a link.
     inner = os.open(name, _FOLDER, dir_fd=outer)
     try:
         for below in _unlink_files(inner):

@@ -80,7 +80,7 @@ def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
         for module in copied.modules():
             for owned in (module._parameters, module._buffers):
                 for name, value in owned.items():
-                    # Once per tensor: tied parameters stay tied.
+                    # Each tensor is replaced once, so that tied parameters stay tied.
                     if value is not None and id(value) not in made:
                         made[id(value)] = _fake(value, device_type)
                     owned[name] = made.get(id(value))

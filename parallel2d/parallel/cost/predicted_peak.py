@@ -167,7 +167,7 @@ class _Step:
         if not self._frees:
             self._held.returned = 0
             return
-        # Once by recomputation, once by the gradient of the output.
+        # The group is gathered by the recomputation, and again by the gradient of the output.
         if number in self._whole:
             return
         self._whole.add(number)

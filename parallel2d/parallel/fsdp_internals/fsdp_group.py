@@ -521,7 +521,7 @@ class FSDPParameter:
         """
         whole = self.gathered
         grad = None if whole is None else whole.grad
-        # A plain tensor if the parameter is not on a tensor axis.
+        # Without a tensor axis the gradient is a plain tensor.
         if not isinstance(grad, DTensor):
             return None
         for placement in grad.placements:

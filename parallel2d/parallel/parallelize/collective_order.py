@@ -215,7 +215,7 @@ class CollectiveOrder:
 
     @property
     def others_agree(self) -> bool:
-        """True if the other ranks take part in the agreement after the last difference."""
+        """True if the other ranks take part in the status all-reduce after the last difference."""
         return self._points <= set(_POINTS_OF_MODELS)
 
     def end_backward(self) -> None:

@@ -214,7 +214,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Not 0 * sum(output): an output that is not finite would make the loss nan.
+        # `0 * sum(output)` would make the loss NaN if an output is not finite.
         zeros = [torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.outputs]
         return gradients[0], *zeros
 

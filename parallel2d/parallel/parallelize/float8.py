@@ -103,7 +103,7 @@ def convert_to_float8(
         recipe = dataclasses.replace(recipe, emulate=True)
 
     def is_wanted(module: nn.Module, _name: str) -> bool:
-        # By identity: torchao passes names relative to the block.
+        # Compare modules by identity, because torchao passes names relative to the block.
         return id(module) in chosen
 
     # Block by block: a Linear outside of the blocks, such as the model's head, is not converted.

@@ -217,7 +217,8 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
     """
     kind = type(model)
 
-    # Not a property: torch replaces the AttributeError of a property, and a property hides a child.
+    # A property does not work here: torch replaces its AttributeError, and a property hides a child
+    # module of the same name.
     def find(self: Any, name: str) -> Any:
         try:
             return super(kind, self).__getattr__(name)

@@ -26,7 +26,7 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
     values = []
     for tensor in tensors:
         values.append(_hash_of(local_part(tensor.detach())))
-    # One copy from the device for all.
+    # One copy from the device for all hashes.
     return list(map(int, torch.stack(values).tolist()))
 
 

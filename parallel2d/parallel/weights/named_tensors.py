@@ -314,7 +314,8 @@ def drop_state(
     if forget is not None:
         forget(parameters.values())
     for name, parameter in parameters.items():
-        # In place: `join_optimizers` shares the entries of its optimizers.
+        # Change the entries in place, because `join_optimizers` shares the entries of its
+        # optimizers.
         entries = optimizer.state.get(parameter, {})
         for key in entries.keys() - set(loaded.get(name, ())):
             del entries[key]

@@ -163,7 +163,7 @@ class WeightSource:
                 f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
                 f"and {free:.3g} are free; set model.init (init=), called module by module"
             )
-        # Before any rank allocates memory.
+        # Check before any rank allocates memory.
         _raise_any(problem)
         if rank in builders:
             try:

@@ -504,7 +504,7 @@ def new_state_tensor(
     device = torch.device("cpu")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        # By id, since `in` would compare the values of tensors.
+        # Compare ids, because `in` would compare the values of tensors.
         on_device = on_device or (shares_state and shape)
         if on_device and id(parameter) in map(id, group["params"]):
             device = parameter.device

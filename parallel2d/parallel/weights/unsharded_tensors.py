@@ -163,7 +163,8 @@ def summon_full_params(
     try:
         yield
     finally:
-        # Also after an error inside: a step needs sharded parameters in every module.
+        # Restore also after an error inside, because a step needs sharded parameters in every
+        # module.
         _show(places, dict(zip(places, places, strict=True)))
         if writeback:
             with among(part):
@@ -219,7 +220,7 @@ _MARK = "_summoned_whole"
 def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
     for parameter, owners in places.items():
         for module, name in owners:
-            # Not `setattr`, which a module may override.
+            # A module may override `setattr`, so write to the dict.
             module._parameters[name] = shown[parameter]
 
 

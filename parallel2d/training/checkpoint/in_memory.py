@@ -497,7 +497,8 @@ def open_place() -> str:
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
-            # For a shared folder like /tmp, private permissions would exclude all other users.
+            # The folder may be shared, like /tmp: private permissions would exclude all other
+            # users.
             if stat.S_ISDIR(mode) and mode & 0o022:
                 raise PermissionError(
                     errno.EPERM, "other users may write to it; use a folder inside it", path

@@ -156,7 +156,7 @@ class StepBatch:
     sample_hash: int  # sum over this rank's samples
     waited_s: float  # seconds that `BatchFeed.next` was blocked
     position: int  # position after this global batch, which a checkpoint stores
-    # Of the global batch, by key; equal on all ranks
+    # Metrics of the global batch, by key; equal on all ranks
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

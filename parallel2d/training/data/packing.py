@@ -64,7 +64,7 @@ class PackedSamples(_TokenSamples):
         count = min(self.seq_len, self._split.tokens - 1 - start)
         self._fill(start, count, inputs, targets)
         if self._respect_documents:
-            # In 1 .. count: the starts of further documents
+            # Starts of further documents, from 1 to count
             ends = self._split.document_ends(start, count) - start
             targets[ends - 1] = IGNORED
             if document_ids is not None:

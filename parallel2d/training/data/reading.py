@@ -551,7 +551,8 @@ def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
     held = sum(tables.stored_bytes(table.metadata.row_group(group)) for group in groups)
     names = table.schema_arrow.names
     columns = _columns(names, config)
-    # As dictionaries, because a value that thousands of rows share is then in memory once.
+    # Read strings as dictionaries: a value that thousands of rows share is then in memory only
+    # once.
     table = tables.open_parquet(path, tables.strings_in(table))
     batches = table.iter_batches(tables.BATCH_ROWS, groups, columns, use_threads=False)
     yield from _table_pieces(batches, names, config, held)
@@ -566,7 +567,8 @@ def _arrow_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
 def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
     data_set = _open_data_set(config)
     rows = data_set.select(range(unit.start, unit.stop)).with_format("arrow")
-    # As Arrow tables: the library decodes images and sounds by opening the paths in the rows.
+    # Read Arrow tables, because the library would decode images and sounds by opening the paths in
+    # the rows.
     batches = itertools.chain.from_iterable(
         table.to_batches() for table in rows.iter(tables.BATCH_ROWS)
     )

@@ -62,7 +62,7 @@ class Order:
         """Return the sample index, int64 in [0, size), of each position, int64 [n], >= 0."""
         epochs, places = np.divmod(positions, self.size)
         indices = np.empty_like(places)
-        # Two epochs if a batch spans the end of one, otherwise one
+        # A batch that spans the end of an epoch has positions of two epochs.
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._walk(places[chosen], int(epoch))

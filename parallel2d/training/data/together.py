@@ -110,7 +110,7 @@ class _Agreement:
     ranks."""
 
     def __init__(self, mesh: DeviceMesh, *, has_batch: bool) -> None:
-        # On the host: a value on a GPU could not be read without waiting for the step.
+        # The all-reduce runs on the host, because reading a value on a GPU would wait for the step.
         self._found = torch.tensor([has_batch, not has_batch], dtype=torch.float32)
         group = part_group(mesh)
         with control_traffic():

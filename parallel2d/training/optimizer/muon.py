@@ -162,7 +162,7 @@ class Muon(torch.optim.Optimizer):
         for region, shape in self._matrices_in(parameter):
             common = region.intersect(held)
             if common is not None:
-                # From the unsharded shape, as `torch.optim.Muon` does.
+                # Computed from the unsharded shape, as in `torch.optim.Muon`.
                 lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], shape)
                 inside = common.slices_in(held)
                 local[inside].add_(part[inside], alpha=-lr)

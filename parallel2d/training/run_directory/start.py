@@ -227,7 +227,7 @@ class AcceptedStart:
     """A start that every check has accepted."""
 
     segment: Segment
-    before: Segment | None  # the start that this one continues
+    before: Segment | None  # the start that this start continues
     changes: tuple[str, ...]  # lines with the differences from that start
     begun_before_s: float  # begin of the run's previous start, as of `time.time`; 0: none
 

@@ -50,8 +50,8 @@ class GroupGradients:
         self.group = group
         self.comm_format = comm_format
         self.state = ReduceState.WAITING
-        # For each parameter, also frozen ones: True if this rank has a gradient, and after the
-        # agreement, if any rank has one.
+        # For each parameter, including frozen parameters: True if this rank has a gradient. After
+        # the status all-reduce, True if any rank has a gradient.
         self.used = [False] * len(group.parameters)
         # Recorded forwards without their backward pass so far; 2 means several.
         self.forwards = 0
@@ -116,7 +116,7 @@ class GroupGradients:
         # Ranks of a shard group run the same groups: a group without a forward on this rank had no
         # forward on the others.
         self.group.prepare_gradients(fill=has_gradient or self.forwards > 0)
-        # Hooks run after the agreement, when gradients are complete.
+        # Hooks run after the status all-reduce, when gradients are complete.
         for parameter in self.group.trained:
             parameter.take_hooks()
 
@@ -250,7 +250,7 @@ class Bucket:
     def __init__(self, index: int, groups: Sequence[GroupGradients], last: bool) -> None:
         self.groups = groups
         self.comm_format = groups[0].comm_format
-        # Its trained parameters
+        # The trained parameters of the groups
         self.trained: list[FSDPParameter] = []
         for each in groups:
             self.trained.extend(each.group.trained)

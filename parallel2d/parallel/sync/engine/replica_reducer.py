@@ -135,7 +135,7 @@ class ReplicaReducer:
         self._reduces_status = True
         # Message of a fault of this rank after this global batch; empty without one.
         self.fault = ""
-        # The fault of the ending global batch, which the agreement sends to the other ranks
+        # The fault of the ending global batch, which the status all-reduce sends to the other ranks
         self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
@@ -276,15 +276,16 @@ class ReplicaReducer:
                     )
         return ""
 
-    # The agreement on used parameters
+    # The status all-reduce: used parameters and faults
 
     @property
     def may_defer_status(self) -> bool:
-        """True if the agreement can run later: it sums no scalars, and all replicas agree."""
+        """True if the status all-reduce can run later: it sums no scalars, and covers all
+        replicas."""
         return not self._scalars and self.method.replicas_equal
 
     def defer_status(self) -> None:
-        """Leave the agreement to the caller.
+        """Leave the status all-reduce to the caller.
 
         After each backward pass that ends a global batch the caller sums `status_vector` over all
         ranks, and passes the sum to `apply_status`. A caller with tensors without storage, and so
@@ -306,8 +307,8 @@ class ReplicaReducer:
         so they must see the gradient of the optimizer. FSDP would call them when the reduce-scatter
         of a group ends: before the reduction over replicas, in the accumulation dtype, and for
         parameters that no rank used. `_before_reduction` therefore removes them, and they are
-        called here, after all reductions and the agreement, once per parameter with a gradient, in
-        the order of the groups on every rank.
+        called here, after all reductions and the status all-reduce, once per parameter with a
+        gradient, in the order of the groups on every rank.
 
         Raises `ConfigError` as `UsedParameters.used_in` does.
         """
@@ -321,7 +322,7 @@ class ReplicaReducer:
         self._state = BatchState.AGREED
 
     def _reduce_status(self) -> None:
-        """Run the agreement of a custom training loop. Collective over the data ranks."""
+        """Run the status all-reduce of a custom training loop. Collective over the data ranks."""
         vector = self.status_vector()
         summed, totals = self.used_parameters.sum_with(vector, self._scalars)
         self.apply_status(summed)
@@ -332,7 +333,7 @@ class ReplicaReducer:
 
         No other rank then waits forever. Returns the error that all ranks raise.
         """
-        # The trainer's own agreement reports the error to the other ranks.
+        # The trainer's status all-reduce reports the error to the other ranks.
         order = self._order
         if not self._reduces_status or (order is not None and not order.others_agree):
             return error

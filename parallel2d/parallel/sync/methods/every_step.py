@@ -117,7 +117,7 @@ class EveryStep(SyncMethod):
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         comm_format = self.named_format
-        # A parameter without dimensions is averaged unrounded, in the all-reduce of the agreement.
+        # A parameter without dimensions is averaged unrounded, in the status all-reduce.
         if comm_format is None or not values[0].ndim:
             comm_format = FORMATS["fp64"]
         else:

@@ -302,7 +302,7 @@ class OwnedParameters(ErrorFeedback):
         # starts their all-gathers in the same order.
         for batch in fill_buckets(sizes, dtypes, self._bucket_bytes):
             pending.append(self._start_gather([parameters[index] for index in batch]))
-            # Two at a time, because each holds a copy of its parameters.
+            # At most two batches are in flight, because each holds a copy of its parameters.
             if len(pending) == 2:
                 pending.pop(0)()
         for wait in pending:
