@@ -145,8 +145,8 @@ def _launch(job: Job) -> float | None:
 def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
     """Start the server process that forks ranks, and import the agent in the meantime.
 
-    An impossible mesh is refused before the imports, in a third of the time. Ctrl-C waits for the
-    imports: some libraries lose an interrupt during an import, or stay half imported.
+    An impossible mesh is refused before the imports, so that the error appears early. Ctrl-C
+    waits for the imports: some libraries lose an interrupt during an import, or stay half imported.
     """
     open_files.prepare_rank(nodes * workers)
     open_files.prepare_launcher(workers)

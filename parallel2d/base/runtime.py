@@ -370,7 +370,7 @@ def release_groups() -> None:
 
 
 def patient_group(timeout: timedelta, part: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks, or those of ``part``, for work that waits for disks:
+    """Create a gloo group of all ranks, or of the ranks of ``part``, for work that waits for disks:
     `limit_waiting` does not change its ``timeout``. Collective."""
     # If replicas may fail, only a group of the default backend survives the failure.
     backend = None if current() is not None else "gloo"

@@ -115,10 +115,10 @@ class NodeWorkers:
 
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
-    """Create this launcher's folders, one for records and one in shared memory for in-memory
-    checkpoints, and announce them to its workers together with ``environment``. Yields the folder
-    for records, and deletes both folders at the end. Raises `ConfigError` if another user holds one
-    of the names."""
+    """Create this launcher's folders, a folder for records and a folder in shared memory for
+    in-memory checkpoints, and announce them to its workers together with ``environment``. Yields
+    the folder for records, and deletes both folders at the end. Raises `ConfigError` if another
+    user holds one of the names."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
         places[MEMORY_DIR] = SHARED_MEMORY

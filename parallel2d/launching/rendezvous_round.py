@@ -198,7 +198,8 @@ class Round:
         return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
-        """Return the state with this launcher in the place of a member, or after the last one."""
+        """Return the state with this launcher in the place of a member, or after the last
+        member."""
         members = list(self.state.members)
         members[place : place + 1] = [self.own]
         return self.state._replace(members=tuple(members))
@@ -220,7 +221,7 @@ class Round:
         return state._replace(prefix=prefix, members=tuple(sorted(live)))
 
     def _is_complete(self, names: set[str]) -> bool:
-        """True if the launchers ``names`` start without waiting for further ones."""
+        """True if the launchers ``names`` start without waiting for further launchers."""
         now = time.monotonic()
         if len(names) < self._smallest:
             self._enough_at = None

@@ -141,8 +141,9 @@ def _publish_job(
         message = {"error": str(error)}
         raise
     finally:
-        # The other ranks block on this key. It must be set on every path, also after an unexpected
-        # error: they would otherwise wait for the timeout of the store and report that instead.
+        # The other ranks block on this key. Every path must set the key, also after an unexpected
+        # error: the other ranks would otherwise report the timeout of the store instead of the
+        # error.
         store.set(PUBLISHED, json.dumps(message))
 
 
@@ -166,7 +167,8 @@ def _first_job(
 
 def launcher_folder() -> str:
     """Return the folder of the process that starts this node's workers; it may not exist yet. Our
-    launchers announce theirs; the folder of another launcher is named after its process id."""
+    launchers announce their folder; the folder of another launcher is named after its process
+    id."""
     return os.environ.get(AGENT) or folders.folder_of(os.getppid(), folders.temporary_place())
 
 
@@ -210,7 +212,8 @@ def _record_job(record: dict[str, Any]) -> None:
 
 
 def forget_run(identity: RankIdentity) -> None:
-    """Delete the record of a run that ended well. Our own launchers delete theirs themselves."""
+    """Delete the record of a run that ended well. Our own launchers delete their records
+    themselves."""
     if identity.local_rank == 0 and AGENT not in os.environ:
         folders.remove(launcher_folder())
 

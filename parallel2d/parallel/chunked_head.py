@@ -287,7 +287,7 @@ class ChunkedHead:
             del output, logits
             self._operations = None
             self._operations = self._call(wanted, self.chunk, first, options).record.operations
-            # Several chunks, with a smaller last one.
+            # Several chunks, with a smaller last chunk.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found: Any = self._call(wanted, rows, first, options).loss
         difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)

@@ -93,8 +93,8 @@ def place_mesh(
         bound = bound_device(current_device(device_type))
         init_plain_world(replicas, backend_for(device_type), bound)
     mesh = _mesh_of(device_type, ranks, shape)
-    # New process groups are collective over the world. They are created here, where all ranks take
-    # part, because a first use may come later on some ranks, or in another order.
+    # New process groups are collective over the world. The groups are created here, where all ranks
+    # take part, because ranks may first use them at different times or in different orders.
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")

@@ -246,8 +246,7 @@ def find_blocks(
     class with children; failing that, sibling layers of one class; none when nothing repeats.
 
     A container without a forward, such as a ``ModuleList``, is replaced by the outermost modules
-    inside it that are called and have structure, or by the outermost ones with
-    parameters.
+    inside it that are called and have structure, or by the outermost modules with parameters.
 
     Args:
         model: the model, which is not a block.

@@ -94,8 +94,8 @@ class StepStatus:
         self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
     def all_reduce(self, step: int, own: RankStatus) -> Tensor:
-        """Return the sum of the status vectors of all ranks, on CPU. It is valid only if the step
-        is committed. Collective, after the gradients are complete."""
+        """Return the sum of the status vectors of all ranks, on CPU. The sum is valid only if the
+        step is committed. Collective, after the gradients are complete."""
         vector = torch.cat(
             [sent_to(self._device, self._from_host(step, own)), *self._computed(own)]
         )

@@ -356,7 +356,7 @@ class Trainer(TrainerParts):
         self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: AgreedResult
     ) -> bool:
         """Compare the metrics of this step with the best values so far, and end the run if it
-        should stop. True if this state is the best one."""
+        should stop. True if this state is the best state so far."""
         step = self.progress.step
         measured = {
             keys.LOSS: outcome.loss,

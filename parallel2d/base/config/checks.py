@@ -174,10 +174,10 @@ def _library_model(config: TrainConfig) -> _Problems:
         not isinstance(adapter, Mapping),
         f"model.adapter={adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}",
     )
-    # Only the adapter is saved, which is useless without the weights that it was trained on.
+    # Only the adapter is saved: it is useless without the saved weights of its base.
     yield (
         model.path is None or not model.load_weights,
-        "model.adapter needs model.path and model.load_weights=true: weights that are kept",
+        "model.adapter needs model.path and model.load_weights=true: only the adapter is saved",
     )
     yield tensor not in (1, "auto"), f"mesh.tensor={tensor}: model.adapter needs mesh.tensor=1"
     yield (

@@ -171,7 +171,7 @@ def _try_value(
     """Return the message for an override that sets a key, or None if it is right."""
     key, word = override.key_or_group, override.input_line
     keys = dotted_keys(base)
-    # ~key: Hydra removes keys, and the schema has no place for a missing one.
+    # ~key: Hydra removes keys, but every key of the schema must exist.
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
     # Each job of a sweep is checked when it is composed.

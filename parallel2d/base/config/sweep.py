@@ -118,7 +118,7 @@ def _run_job(
         job = job_here(to_config(composed), options)
         first = numbers.setdefault(job.run_dir, settings.job.num)
         if first != settings.job.num:
-            # This job would resume the other one, which has finished all steps.
+            # This job would resume the other job, which has finished all steps.
             raise ConfigError(
                 f"jobs {first} and {settings.job.num} of the sweep have the same run directory "
                 f"{job.run_dir}: give each its own, as hydra.sweep.subdir='${{hydra.job.num}}'"

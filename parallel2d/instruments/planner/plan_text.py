@@ -165,8 +165,8 @@ def _time_lines(cost: LayoutCost) -> list[str]:
 
 
 def ranking_lines(result: SearchResult) -> list[str]:
-    """The chosen layout, the best ones of other meshes and strategies, fastest first, then faster
-    layouts that do not fit."""
+    """Return lines for the chosen layout, then the best layout of each other mesh and strategy,
+    fastest first, then faster layouts that do not fit."""
     shown = _shown(result)
     lines = [
         f"search      {len(result.ranked)} layouts by their step time; {len(result.refusals)} "

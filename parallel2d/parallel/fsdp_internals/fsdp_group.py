@@ -171,7 +171,8 @@ class FSDPGroup:
         self.module.reshard()
 
     def share_memory(self, computes_in: torch.dtype) -> None:
-        """Make unsharded parameters aliases of the sharded ones, for a shard axis of one rank.
+        """Make unsharded parameters aliases of the sharded parameters, for a shard axis of one
+        rank.
 
         Unsharded gradients are then used as sharded gradients without a copy. Parameters with a
         storage dtype other than ``computes_in`` are still copied.
@@ -384,8 +385,8 @@ def _keep_missing_gradients(inputs: Any) -> None:
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     """Sum narrow partial gradients over the tensor axis, in fp32 and in one all-reduce.
 
-    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if any gradient
-    has fewer than 32 bits; the group must then use the accumulation dtype.
+    FSDP would sum these gradients in the compute dtype (pytorch issue 190626). Returns True if any
+    gradient has fewer than 32 bits; the group must then use the accumulation dtype.
     """
     narrow: list[FSDPParameter] = []
     parts: list[Tensor] = []
@@ -555,8 +556,8 @@ class FSDPParameter:
         if local is None:
             sharded.grad = None
         else:
-            # A new `DTensor`: with an exchanged local tensor the old one would keep its storage
-            # offset, and compiled functions guard on the offset.
+            # A new `DTensor`: an existing `DTensor` with an exchanged local tensor would keep its
+            # storage offset, and compiled functions guard on the offset.
             self.allow_any_dtype()
             # `DTensor.from_local` takes seven times as long, longer than a small copy.
             sharded.grad = self._parameter.to_sharded_dtensor(local)

@@ -170,8 +170,8 @@ def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """The policy of ``selective``, which torch calls for each operator that a block runs."""
-    # The name of an operator ends with that of its overload: aten::add.Tensor. An overload that
-    # writes to an argument has to write again.
+    # The name of an operator ends with the name of its overload: aten::add.Tensor. An overload that
+    # writes to an argument must run again, because the recomputation needs the write.
     if operator.name().partition(".")[0] in kept and not _is_mutable(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -319,7 +319,8 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
         for name in matches:
             if not (name.endswith("_") or _is_composite(name)):
                 visible.add(name)
-        # One visible operator is enough: scaled_dot_product_* matches visible and composite ones.
+        # One visible operator is enough: scaled_dot_product_* matches visible and composite
+        # operators.
         if not visible:
             raise ConfigError(
                 f"activation_checkpointing.keep: {pattern} is decomposed into other operators, "

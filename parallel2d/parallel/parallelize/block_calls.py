@@ -24,7 +24,7 @@ _CHANGED_VIEW = "RegisterPostBackwardFunction is a view and is being modified in
 
 
 class MixedTensorsError(RuntimeError):
-    """A plain tensor met a sharded one."""
+    """An operation with a plain tensor and a sharded tensor."""
 
 
 def prepare_block_calls(model: nn.Module) -> None:

@@ -291,7 +291,8 @@ class CollectiveOrder:
         return tag
 
     def _tag(self, position: int) -> int:
-        """Return 27 bits, never all zero, that distinguish an entry from older ones in its cell."""
+        """Return 27 bits, never all zero, that distinguish an entry from older entries in its
+        cell."""
         return (self._error % 127 + 1) << 20 | position % (1 << 20)
 
     def _message(self, rank: int, code: int, other: int, other_code: int) -> str:

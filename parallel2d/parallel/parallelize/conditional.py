@@ -239,7 +239,7 @@ class _DummyForwards:
         self._running: _Entry | None = None
         # Outputs of dummies that are not yet joined to the input of a block
         self._outputs: list[Tensor] = []
-        # Blocks that have begun in this forward: only the first one runs dummies
+        # Blocks that have begun in this forward: only the first block runs dummies
         self._reached: set[str | None] = set()
         self._is_checked = False
 

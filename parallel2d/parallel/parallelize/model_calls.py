@@ -120,7 +120,7 @@ def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
 
     torch would refuse these tensors one by one.
     """
-    if prefix:  # the state belongs to another model around this one
+    if prefix:  # the state belongs to another model around this model
         return
     for name, parameter in model.named_parameters():
         value = state.get(name)

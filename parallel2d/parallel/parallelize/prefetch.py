@@ -162,8 +162,8 @@ def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
 def _drop_unused(model: nn.Module) -> None:
     """Drop parameters that a forward without gradients has prefetched and not used.
 
-    The next forward would take the outdated values for current ones. After a forward with
-    gradients torch drops them at the end of backward.
+    The next forward would use the outdated values. After a forward with gradients torch drops them
+    at the end of backward.
     """
 
     def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -259,7 +259,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
         modules = {}
         for module, _ in group:
             modules[names[id(module)]] = module
-        # A module that is replicated on purpose requires nothing of the others.
+        # A module that is replicated on purpose imposes nothing on other modules.
         split = {words.get(name, "replicate") for name in modules} - {"replicate"}
         if split and split <= {"colwise", "colwise_gather_output"}:
             for name, module in modules.items():

@@ -414,7 +414,8 @@ def _without_values(tensor: Tensor) -> Tensor:
         missing: complex = torch.nan if dtype.is_floating_point else 0
         return torch.full_like(tensor, missing, device="cpu")
     missing = False
-    # Drawn in 32 bits for every storage dtype: all precisions start from the same values.
+    # Values are drawn in 32 bits for every storage dtype, so that all precisions start from the
+    # same values.
     if dtype.is_complex:
         missing = complex(torch.nan, torch.nan)
         dtype = torch.complex64

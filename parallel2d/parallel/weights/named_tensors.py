@@ -256,7 +256,7 @@ def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return FQN -> parameter, or its owned part, for each one that ``optimizer`` steps.
+    """Return FQN -> parameter, or its owned part, for each parameter that ``optimizer`` steps.
 
     They are in the order of the model.
     """

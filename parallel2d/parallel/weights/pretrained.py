@@ -344,5 +344,5 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
             wanted: Any = kept.intersect(piece)  # never None: rows that this rank needs
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
-            # Freed before the next piece is read, so that only one is held.
+            # Freed before the next piece is read, so that only one piece is in memory.
             del values

@@ -312,7 +312,7 @@ def _load(
     new_settings: list[Settings] = []
     described: dict[str, dict[str, Any]] = {}
     if source is None or dist.get_rank() == source:
-        # All problems at once, because a state of another model has many.
+        # All problems are collected first, because the state of another model has many.
         tensors, problems = _match_model(model, state)
         if optimizer is not None:
             given = state.get("optimizer")

@@ -99,7 +99,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
                 values = values.contiguous()
             else:
                 bytes_ = piece.numel * size
-                # Tensors may be on several devices, for example offloaded ones.
+                # Tensors may be on several devices, for example if some are offloaded.
                 if buffer.device != local.device or buffer.numel() < bytes_:
                     buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
                 values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
@@ -135,8 +135,8 @@ def summon_full_params(
         writeback: keep changes: each rank takes its local shard from its own copy (copies must be
             equal on all ranks), or, with ``rank0_only``, from rank 0's copy. False: changes are
             dropped.
-        rank0_only: the other ranks keep their sharded parameters. They need the memory of one
-            unsharded parameter during its all-gather.
+        rank0_only: the other ranks keep their sharded parameters. During its all-gather, each
+            unsharded parameter also needs memory on these ranks.
         offload_to_cpu: move unsharded tensors to CPU memory one by one.
         with_grads: unshard ``.grad`` too, and write it back like the parameters.
 

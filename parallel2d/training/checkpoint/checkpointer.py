@@ -137,7 +137,7 @@ class Checkpointer:
                 optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
             )
         self.group = Group.new(mesh)
-        # A save in a thread has its own group. The decision of a step needs a second one, because
+        # A save in a thread has its own group. The decision of a step needs a second group, because
         # the messages of two collectives that run at the same time on one group would mix.
         self._votes = Group.new(mesh) if config.enabled and config.every_minutes else None
         own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
@@ -184,9 +184,10 @@ class Checkpointer:
         """Restore model, optimizer and random generators according to ``config.resume``.
 
         ``auto`` loads the newest complete checkpoint of this run after verification, and skips
-        damaged ones with a warning that gives the reason. ``never`` moves existing checkpoints
-        aside. A path is loaded as given; if it belongs to another run and this run already has
-        checkpoints (it was restarted), the run's own checkpoints take precedence. Collective.
+        damaged checkpoints with a warning that gives the reason. ``never`` moves existing
+        checkpoints aside. A path is loaded as given; if it belongs to another run and this run
+        already has checkpoints (it was restarted), the run's own checkpoints take precedence.
+        Collective.
 
         Args:
             restarted: these workers replace earlier workers of the same run, or the run returns to

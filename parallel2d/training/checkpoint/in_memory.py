@@ -340,7 +340,7 @@ class InMemoryCheckpoints:
         has_state: bool,
         fault: Exception | None,
     ) -> None:
-        """Write the staged state in a thread, and wait until all ranks have written theirs.
+        """Write the staged state in a thread, and wait until all ranks have written their state.
         ``has_state``: False in a joining replica, which writes nothing."""
 
         def write() -> None:

@@ -1,5 +1,5 @@
 """The folder with all checkpoints of a run: `open_store` returns the store that writes and
-publishes new checkpoints, deletes old ones and moves damaged ones aside.
+publishes new checkpoints, deletes old checkpoints and moves damaged checkpoints aside.
 
 [Note: atomic publication] A checkpoint is written where no reader looks for one. On a file system
 with renames this place is a sibling folder ``.saving-...``: every file is flushed to disk and read
@@ -261,7 +261,7 @@ class RemoteStore:
             self.filesystem.rm(path, recursive=True)
 
     def move_aside(self, step: int) -> str:
-        """Copy the files, then delete the old ones, manifest first, because renames do not
+        """Copy the files, then delete the old files, manifest first, because renames do not
         exist."""
         source = f"{self._path}/{step_name(step)}"
         name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))

@@ -212,7 +212,7 @@ class BatchFeed:
 
     def part(self, plan: BatchPlan, start: int, prepared: StepBatch | None) -> StepBatch:
         """Return the part ``plan`` of the global batch at position ``start``, and continue with the
-        later ones. ``prepared``: the batch of `next` for this position, if there is one.
+        later batches. ``prepared``: the batch of `next` for this position, if there is one.
         """
         if prepared is not None and plan.share == self.plan.share:
             return prepared

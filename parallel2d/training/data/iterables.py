@@ -131,7 +131,7 @@ class _Lane:
         return self._samples[window][int(self._order.index(np.array([index]))[0])]
 
     def note_of(self, index: int) -> Note:
-        """Return the last note at or before an index, and forget earlier ones."""
+        """Return the last note at or before an index, and forget earlier notes."""
         window = index // self.size
         last = max(at for at in list(self.notes) if at <= window)
         for at in list(self.notes):
@@ -200,7 +200,7 @@ class _Lane:
 
 
 def _plain_state(what: str, state: Any) -> Any:
-    """Return a copy of a source's state; None for one that a checkpoint cannot contain."""
+    """Return a copy of a source's state; None if a checkpoint cannot contain the state."""
     try:
         copied = json.loads(json.dumps(state))
     except (TypeError, ValueError):

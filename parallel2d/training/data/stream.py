@@ -40,7 +40,7 @@ class SampleStream:
     Args:
         components: the lists of samples, all of one shape; several make a mixture.
         schedule: the component of each position.
-        seed, name: choose the order; streams with other names are independent of this one.
+        seed, name: choose the order; streams with other names are independent of this stream.
         intra_document_masking: batches contain document ids.
         context: number of positions at the start of every sequence whose targets are ignored.
         epochs: number of epochs; 0 reads epoch after epoch without end.

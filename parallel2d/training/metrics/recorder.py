@@ -87,7 +87,7 @@ class Recorder:
 
         Args:
             segment: number of this start of the run, from 1.
-            restarted: these workers replace earlier ones.
+            restarted: these workers replace earlier workers.
             not_before: as in `Goodput.resume`.
         """
         self._segment = segment
@@ -437,7 +437,7 @@ class Goodput:
         Args:
             last_row: the last row of the file, even if its steps are repeated now.
             kept_row: the last row up to ``step``.
-            restarted: these workers replace earlier ones; False after a new start.
+            restarted: these workers replace earlier workers; False after a new start.
             not_before: begin of their start, as of `time.time`.
         """
         if not last_row or keys.WALL_S not in last_row:

@@ -266,7 +266,7 @@ class _EventFile:
         for tag, value in scalars.items():
             values.append(Summary.Value(tag=tag, simple_value=value))
         for value in values:
-            if value.tag not in self._described:  # TensorBoard reads the first one
+            if value.tag not in self._described:  # TensorBoard reads the first description
                 text = description(value.tag)
                 value.metadata.CopyFrom(SummaryMetadata(summary_description=text))
                 self._described.add(value.tag)

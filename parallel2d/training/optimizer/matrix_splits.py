@@ -36,7 +36,7 @@ def matrices_in(shape: Sequence[int], entry: Mapping[str, Any]) -> list[MatrixIn
 
     Args:
         entry: ``rows`` or ``columns`` cut each matrix into this number of equal parts, or into
-            parts of these sizes. With ``flatten`` the dims after the first one are the columns of a
+            parts of these sizes. With ``flatten`` the dims after the first dim are the columns of a
             single matrix.
     """
     if len(shape) < 2:

@@ -74,8 +74,8 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # Its defaults complete AdamW's groups. torch requires a parameter for the constructor; it
-        # is never updated: see `step`.
+        # The defaults of this optimizer complete AdamW's groups. torch's constructor requires a
+        # parameter, which is never updated: see `step`.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused
         )
@@ -110,8 +110,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             loss = torch.enable_grad()(closure)()
         self._update_matrices()
-        # AdamW works on this optimizer's own groups and state. They are assigned in each step,
-        # because load_state_dict replaces them.
+        # AdamW works on this optimizer's groups and state, which are assigned in each step, because
+        # load_state_dict replaces them.
         self._adamw.param_groups = self._groups(ADAMW)
         self._adamw.state = self.state
         self._adamw.step()

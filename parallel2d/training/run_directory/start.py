@@ -3,10 +3,10 @@ reads the records, `changes_since` compares two starts.
 
 ``segments.jsonl`` has one line per start; rows of ``metrics.jsonl`` refer to it by its number.
 
-[Note: pending records] Hydra writes the composed configuration before any check. It writes into a
-separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the start
-is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last start
-that was accepted and had steps to train.
+[Note: pending records] Hydra writes the composed configuration before any check. Hydra writes into
+a separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the
+start is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last
+start that was accepted and had steps to train.
 
 [Note: two halves of a job] When a network splits, both halves may continue as the survivors of the
 job, and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off.

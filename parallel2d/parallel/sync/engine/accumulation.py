@@ -118,7 +118,7 @@ def discard_accumulated(model: nn.Module) -> None:
 
 def clear_with_gradients(model: nn.Module) -> None:
     """Make ``model.zero_grad()`` drop all gradients. This includes gradients of sharded parameters
-    while unsharded ones are in the modules, and sums outside of ``.grad``."""
+    while unsharded parameters are in the modules, and sums outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)

@@ -142,7 +142,7 @@ class GroupGradients:
 
     def reduce_rest(self) -> None:
         """Reduce over the shard axis the sums of earlier backward passes of the global batch."""
-        # After a backward pass that was set up as the last one, no sums remain.
+        # After a backward pass that was set up as the last backward pass, no sums remain.
         if self.group.has_unsharded_gradients:
             # This calls `begin_reduction` and `end_reduction` as a backward pass does.
             self.group.reduce_late()
@@ -237,7 +237,7 @@ class GroupGradients:
 class Bucket:
     """The sharded gradients of one or more neighbouring groups, as one flat tensor.
 
-    The methods are those of torch's ``GradBucket``, so that hooks for
+    The methods have the names and results of torch's ``GradBucket``, so that hooks for
     `torch.nn.parallel.DistributedDataParallel` accept a bucket: `index`, `buffer`, `gradients`,
     `parameters`, `is_last`, `set_buffer`.
 
@@ -272,7 +272,7 @@ class Bucket:
     def buffer(self) -> Tensor:
         """Return all gradients, flat and real: this replica's, or the mean after the reduction."""
         assert self._flat is not None, "the bucket is not being reduced"
-        # Collectives and hooks take real tensors: a complex number is sent as two real ones.
+        # Collectives and hooks take real tensors: a complex number is sent as two real numbers.
         return _as_real(self._flat).view(-1)
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -289,7 +289,8 @@ class Bucket:
         return [parameter.sharded for parameter in self.trained]
 
     def parts(self) -> list[Tensor]:
-        """Return views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
+        """Return views of `buffer`, in the order of `parameters`; complex gradients as real
+        numbers."""
         return list(map(_as_real, self._parts))
 
     def release(self) -> None:

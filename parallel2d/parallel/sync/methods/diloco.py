@@ -1,9 +1,9 @@
 """``sync=diloco``: replicas train independently and share their progress every few steps.
 
 [Note: DiLoCo] All replicas hold the *outer* parameters, equal on all of them. Every `every` steps
-each replica sends the difference between the outer parameters and its own. An outer optimizer, SGD
-with Nesterov momentum, uses the mean difference as its gradient and moves the outer parameters. All
-replicas continue from there (Douillard et al. 2023, arXiv 2311.08105).
+each replica sends the difference between the outer parameters and its own parameters. An outer
+optimizer, SGD with Nesterov momentum, uses the mean difference as its gradient and moves the outer
+parameters. All replicas continue from there (Douillard et al. 2023, arXiv 2311.08105).
 
 With fragments, parts of the model take turns, so that a message is smaller. With a delay, training
 continues while a fragment is in flight, and the received outer parameters are mixed with the
@@ -160,7 +160,7 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Count an update, send fragments that are due, apply arrived ones.
+        """Count an update, send fragments that are due, and apply fragments that have arrived.
 
         Collective in some steps.
         """

@@ -263,7 +263,7 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Send this replica's updated rows to the others and receive theirs. Collective.
+        """Exchange the updated rows between the replicas. Collective.
 
         Raises `ConfigError` for a parameter that was unfrozen and has no unrounded rows.
         """
@@ -289,7 +289,8 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
-        """Send this replica's rows of ``parameters`` and receive the others'. Collective."""
+        """Send this replica's rows of ``parameters`` and receive the rows of the other replicas.
+        Collective."""
         locals_ = []
         for parameter in parameters:
             locals_.append(local_part(parameter.sharded))

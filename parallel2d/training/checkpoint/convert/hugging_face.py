@@ -1,7 +1,8 @@
 """Folders of ``transformers`` and ``peft``: `read_llama`, `write_model`, `write_adapter`.
 
-The settings of a folder or checkpoint may have any origin. They are checked before a library
-builds a model from them, without values. Nothing is downloaded, and no code of a folder is run.
+The settings of a folder or checkpoint may have any origin. These settings are checked before a
+library builds a model from them, without values. Nothing is downloaded, and no code of a folder is
+run.
 """
 
 from __future__ import annotations
