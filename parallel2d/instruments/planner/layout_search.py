@@ -223,7 +223,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the overrides that choose this layout, in addition to the given ones."""
+    """Return the overrides that choose this layout, in addition to the given overrides."""
     # The search does not choose a context axis, which exists only if it was given.
     axes = []
     for axis in AXES:
@@ -254,7 +254,7 @@ def _key_of(word: str) -> str:
 
 
 def fixed_keys(given: Sequence[str]) -> set[str]:
-    """Return the keys that the search does not change: the given ones, except for ``auto``."""
+    """Return the keys that the search does not change: the given keys, except for ``auto``."""
     found: set[str] = set()
     for word in given:
         if not word.endswith("=auto"):

@@ -27,7 +27,7 @@ def part_of(tensor: Tensor) -> Tensor:
 def storage_of(tensor: Tensor) -> int | None:
     """Return the number of the storage of ``tensor``, also on meta and after it was freed.
 
-    None for tensors without storage, such as sparse ones. torch has no public storage identity.
+    None for tensors without storage, such as sparse tensors. torch has no public storage identity.
     """
     try:
         return part_of(tensor).untyped_storage()._cdata
