@@ -10,6 +10,7 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
@@ -58,6 +59,37 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
         if key not in registered:
             plain.append((key, value))
     return [*plain, *module._buffers.items()]
+
+
+def is_dataclass_object(value: object) -> bool:
+    """Return True for an object of a dataclass."""
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def values_in(container: Any) -> list[Any]:
+    """Return the values of a dict or dataclass, or the items of another container."""
+    if isinstance(container, dict):
+        return list(container.values())
+    if is_dataclass(container):
+        values: list[Any] = []
+        for each in fields(container):
+            values.append(getattr(container, each.name, None))
+        return values
+    return list(container)
+
+
+def trained_tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an output that require gradients: `fully_shard` puts hooks on them.
+
+    Like `fully_shard`, do not enter sets and other containers.
+    """
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    found: list[Tensor] = []
+    if isinstance(value, dict | list | tuple) or is_dataclass_object(value):
+        for each in values_in(value):
+            found += trained_tensors_in(each)
+    return found
 
 
 def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:

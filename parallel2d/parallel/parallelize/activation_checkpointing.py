@@ -30,9 +30,8 @@ from torch.utils.checkpoint import (
 
 from parallel2d.base.config import ActivationCheckpointingConfig
 from parallel2d.base.errors import ConfigError, nearest_matches
-from parallel2d.parallel.fsdp_internals.sharded_model import collect_grad_tensors
 from parallel2d.parallel.fsdp_internals.tensors import storage_of, version_of
-from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.model_structure import find_blocks, trained_tensors_in
 from parallel2d.parallel.parallelize.activation_offload import SavedTensor, offload_blocks
 
 # Operators of these namespaces are named without the namespace.
@@ -126,7 +125,7 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             )
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _KeepingMode):
-            mode.forget(collect_grad_tensors(output))
+            mode.forget(trained_tensors_in(output))
     return output
 
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
-from parallel2d.parallel.fsdp_internals.sharded_model import has_begun
 from parallel2d.parallel.fsdp_internals.tensors import part_of
 from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.sync import no_sync
@@ -177,7 +176,7 @@ def _apply(
     recurse: bool = True,
 ) -> Any:
     engine = engine_of(model)
-    is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
+    is_used = engine.has_run or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
         # Communication over replicas keeps the dtype that the configuration names.

@@ -22,8 +22,8 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, was_interrupted
 from parallel2d.parallel.fsdp_internals.tensors import (
     GATHERED_AS,
-    identity_of,
     quick_reads,
+    storage_object,
     storage_of,
     version_of,
 )
@@ -166,8 +166,8 @@ class _UnshardedGroup:
         # Versions of the sharded parameters: now, and at the last forward with gradients
         self._versions: list[int] = []
         self._recorded: list[int] = []
-        # The sharded parameters, each with its identity
-        self._identities: list[tuple[Tensor, int]] = []
+        # The sharded parameters, each with its storage object
+        self._sharded: list[tuple[Tensor, torch.UntypedStorage]] = []
         self.group.on_gather(self._note)
 
     @property
@@ -191,7 +191,7 @@ class _UnshardedGroup:
         if not self._versions:
             self._versions = self._recorded = self._read()
             parameters = [each.sharded for each in self.group.parameters]
-            self._identities = [(each, identity_of(each)) for each in parameters]
+            self._sharded = [(each, storage_object(each)) for each in parameters]
 
     def _read(self) -> list[int]:
         with quick_reads():
@@ -227,10 +227,8 @@ class _UnshardedGroup:
 
         Scripts set ``.data`` to evaluate averaged weights.
         """
-        for parameter, (noted, identity) in zip(
-            self.group.parameters, self._identities, strict=False
-        ):
-            if parameter.sharded is noted and identity_of(noted) != identity:
+        for parameter, (noted, storage) in zip(self.group.parameters, self._sharded, strict=False):
+            if parameter.sharded is noted and storage_object(noted) is not storage:
                 raise RuntimeError(data_was_set(parameter.name))
 
     def record(self, *_: Any) -> None:
