@@ -195,10 +195,7 @@ class _UnshardedGroup:
 
     def _read(self) -> list[int]:
         with quick_reads():
-            found: list[int] = []
-            for each in self.group.parameters:
-                found.append(version_of(each.sharded))
-            return found
+            return [version_of(each.sharded) for each in self.group.parameters]
 
     def take_updates(self) -> bool:
         """Return True if sharded parameters have changed since the last call.
@@ -211,15 +208,13 @@ class _UnshardedGroup:
         versions = self._read()
         if versions == self._versions:
             return False
-        gathered = [each.gathered for each in self.group.parameters]
-        is_new = map(ne, versions, self._versions)
-        self._versions = versions
-        # Tensors of inference mode have no version.
         changed = []
-        for each in compress(gathered, is_new):
-            if each is not None:
-                changed.append(each)
-        torch.autograd.graph.increment_version(e for e in changed if not e.is_inference())
+        for each in compress(self.group.parameters, map(ne, versions, self._versions)):
+            # Tensors of inference mode have no version.
+            if each.gathered is not None and not each.gathered.is_inference():
+                changed.append(each.gathered)
+        torch.autograd.graph.increment_version(changed)
+        self._versions = versions
         return True
 
     def refuse_set_data(self) -> None:

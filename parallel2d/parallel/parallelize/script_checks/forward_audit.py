@@ -314,9 +314,6 @@ def _containers_in(value: Any) -> Iterator[Any]:
 
 def _holds_result(argument: object) -> bool:
     """Return True if ``argument`` is an object with a tensor that a backward pass may reach."""
-    values = vars(argument).values() if hasattr(argument, "__dict__") else ()
-    held = []
-    for value in values:
-        if isinstance(value, Tensor):
-            held.append(value)
-    return not isinstance(argument, Tensor) and any(value.requires_grad for value in held)
+    if isinstance(argument, Tensor) or not hasattr(argument, "__dict__"):
+        return False
+    return any(isinstance(each, Tensor) and each.requires_grad for each in vars(argument).values())
