@@ -1,8 +1,8 @@
 """Checks that find errors of a training script in its first steps: `check_script`.
 
 The checks are active during the first steps of a model's optimizers (``checks.steps``). Afterwards
-all hooks and modes are removed. A write to a parameter may show only on the ranks with the written
-local shard: if a backward pass follows, the agreement of its ranks notifies the other ranks.
+all hooks and modes are removed. A write to a parameter may be visible only on the ranks with the
+written local shard. If a backward pass follows, its status all-reduce notifies the other ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def check_script(
     if steps == "off" or steps == 0:
         return
     averages = mesh_shape(mesh).data_ranks > 1
-    handles = audit_forwards(model, gathered, averages)
+    frees = bool(config.strategy.placement.reshard_after_forward)
+    handles = audit_forwards(model, gathered, averages, frees)
     if config.compile.name != "none":
         handles += function_mode.hide_in_forwards(model)
     remaining = None if steps == "always" else int(steps)
@@ -51,8 +52,8 @@ def check_script(
     # The hook keeps the checks alive, so they end with the model.
     handles.append(model.register_forward_hook(checks.forget_step))
     _checks.append(weakref.ref(checks, _end))
-    # With a context axis, a torch function mode intercepts attention. It would not see calls below
-    # another mode, so the script mode is not used there.
+    # With a context axis, a torch function mode intercepts attention. This mode would not see calls
+    # below another mode, so the script mode is not used.
     if mesh_shape(mesh).context == 1:
         function_mode.activate(_changed_groups)
 
@@ -79,7 +80,7 @@ class _ScriptChecks:
             mode.stepping = None
 
     def count_step(self, stepped: set[int]) -> bool:
-        """Count a step of the parameters with the ids ``stepped``. Return True at the last one."""
+        """Count a step of the parameters with the ids ``stepped``. Return True at the last step."""
         groups = [each.group for each in self.gathered.groups]
         ours = []
         for group in groups:
@@ -155,7 +156,7 @@ def _deactivate_unused(freed: weakref.ref[_Cycle] | None = None) -> None:
 
 
 def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuse trained parameters outside of all models in one optimizer with sharded ones."""
+    """Refuse trained parameters outside of all models in one optimizer with sharded parameters."""
     if not _checks:
         return
     others: list[Tensor] = []
