@@ -101,6 +101,17 @@ def recomputed(config):
     return {name: count for name, count in more.items() if count}
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_equal_checkpointed_blocks_share_one_compilation(mode):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = ActivationCheckpointingConfig(mode)
+    tokens, _ = training.global_batch(0)
+    plain, compiled = checkpointed(config), checkpointed(config, CompileConfig("block", "eager"))
+    assert torch.equal(compiled(tokens), plain(tokens))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_full_recomputes_all_matmuls_and_selective_recomputes_none():
     full = recomputed(ActivationCheckpointingConfig("full"))
     assert full["aten::mm"] > 0
