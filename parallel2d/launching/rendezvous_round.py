@@ -206,11 +206,7 @@ class Round:
 
     def _wanted(self, late: Callable[[], State], after_failure: bool) -> State:
         """Return the next state, from the view of this launcher."""
-        state = self.state
-        others = []
-        for each in state.members:
-            if each.name != self.own.name:
-                others.append(each)
+        state, others = self.state, self._others()
         if not self.is_open:
             has_taken_part = len(others) < len(state.members)
             return self.next(after_failure=after_failure) if has_taken_part else late()
@@ -243,12 +239,12 @@ class Round:
             self._store.delete_all(wanted.old_prefix)
         return is_ours
 
+    def _others(self) -> list[Launcher]:
+        """Return the members without this launcher."""
+        return [each for each in self.state.members if each.name != self.own.name]
+
     def _give_up(self, hosts: set[str]) -> None:
-        others = []
-        for each in self.state.members:
-            if each.name != self.own.name:
-                others.append(each)
-        self._replace(self.state._replace(members=tuple(others)))
+        self._replace(self.state._replace(members=tuple(self._others())))
         settings = self._settings
         raise WorkersFailed(
             f"after {settings.rendezvous_timeout:.0f} s {len(hosts)} of "
@@ -262,10 +258,7 @@ class Round:
         with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
             self._store.add(key, 1)
             while time.monotonic() < deadline and self.takes_part:
-                live = []
-                for each in self.state.members:
-                    if not self.has_timed_out(each.name):
-                        live.append(each)
+                live = [each for each in self.state.members if not self.has_timed_out(each.name)]
                 if self._rendezvous.end_of_job or self._store.add(key, 0) >= len(live):
                     return
                 time.sleep(self.heartbeat_interval_s / 5)

@@ -10,12 +10,14 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, nearest_matches
@@ -60,6 +62,42 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [*plain, *module._buffers.items()]
 
 
+def is_dataclass_object(value: object) -> bool:
+    """Return True for an object of a dataclass."""
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def values_in(container: Any) -> list[Any]:
+    """Return the values of a dict or dataclass, or the items of another container."""
+    if isinstance(container, dict):
+        return list(container.values())
+    if is_dataclass(container):
+        values: list[Any] = []
+        for each in fields(container):
+            values.append(getattr(container, each.name, None))
+        return values
+    return list(container)
+
+
+def trained_tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an output that require gradients: `fully_shard` puts hooks on them.
+
+    Like `fully_shard`, do not enter sets and other containers.
+    """
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    found: list[Tensor] = []
+    if isinstance(value, dict | list | tuple) or is_dataclass_object(value):
+        for each in values_in(value):
+            found += trained_tensors_in(each)
+    return found
+
+
+def tensor_leaves(value: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of ``value``, in the containers that pytree knows."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield the tensors in ``value``, in plain containers, closures, default and partial arguments.
 
@@ -76,14 +114,11 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
     elif isinstance(value, functools.partial):
         inner = (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        # An empty cell belongs to a variable without a value.
-        cells = []
-        for each in value.__closure__ or ():
-            if each != CellType():
-                cells.append(each)
         closure = []
-        for each in cells:
-            closure.append(each.cell_contents)
+        for cell in value.__closure__ or ():
+            # An empty cell belongs to a variable without a value.
+            if cell != CellType():
+                closure.append(cell.cell_contents)
         inner = (value.__defaults__, value.__kwdefaults__, closure)
     # Other objects are not opened: their attributes may run code.
     if id(value) not in outer:
@@ -321,26 +356,16 @@ def _blocks_of_policy(
 def _blocks_of_classes(
     model: nn.Module, class_names: Sequence[str], section: str
 ) -> list[tuple[str, nn.Module]]:
-    classes: list[object] = []
-    for name in class_names:
-        if not isinstance(name, str):
-            classes.append(name)
-    if classes:
-        raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
+    if not all(isinstance(name, str) for name in class_names):
+        raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {class_names}")
 
     def is_block(_parent: nn.Module, child: nn.Module) -> bool:
         return type(child).__name__ in class_names
 
     found = _outermost(model, is_block)
-    found_classes = set()
-    for _, module in found:
-        found_classes.add(type(module).__name__)
-    all_classes = set()
-    for module in model.modules():
-        all_classes.add(type(module).__name__)
     # A given class may occur only inside blocks of another given class.
-    missing = set(class_names) - found_classes
-    misspelled = missing - all_classes
+    missing = set(class_names) - {type(module).__name__ for _, module in found}
+    misspelled = missing - {type(module).__name__ for module in model.modules()}
     if misspelled or not found:
         raise ConfigError(
             f"{section}.blocks={list(class_names)}: no module of class "

@@ -56,12 +56,11 @@ def _wrong_in_files(
     """Return lines about the chosen files of ``--config-dir``: an experiment, and the main file
     that replaces the package's."""
     names = [parsed.config_name] if parsed.config_name != "train" else []
+    others = []
     for word in chosen:
         if word.startswith("experiment="):
             names.append(word.replace("=", "/", 1))
-    others = []
-    for word in chosen:
-        if not word.startswith("experiment="):
+        else:
             others.append(word)
     for name in names:
         path = os.path.join(parsed.config_dir or "", f"{name}.yaml")

@@ -80,13 +80,10 @@ def _lines(result: SearchResult) -> list[str]:
         f"{len(result.ranked)} that can run",
     ]
     # The fastest layout that does not fit, and the best layout of another strategy or mesh
-    others = []
-    for layout in result.ranked[place:]:
-        if layout.words[:4] != chosen.words[:4]:
-            others.append(layout)
     slower = []
-    for layout in others:
-        if not layout.reason.startswith("does not fit"):
+    for layout in result.ranked[place:]:
+        is_other = layout.words[:4] != chosen.words[:4]
+        if is_other and not layout.reason.startswith("does not fit"):
             slower.append(layout)
     for head, found in (("", result.ranked[:place]), ("runner-up", slower)):
         for each in found[:1]:

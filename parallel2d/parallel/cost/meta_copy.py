@@ -22,13 +22,13 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.device import preserve_rng_states
 from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.mesh import axes_of_groups
-from parallel2d.parallel.model_structure import without_storage
+from parallel2d.parallel.model_structure import tensor_leaves, without_storage
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallel.parallelize.context_parallel import (
     intercept_attention,
@@ -206,11 +206,8 @@ class CollectiveCounter(TorchDispatchMode):
             collective, place = _COUNTED[function]
             axis = self._axes.get(self._axis_of(args[place]))
             if axis is not None and axis.size > 1:
-                tensors = []
-                for leaf in tree_leaves((args, result)):
-                    if isinstance(leaf, Tensor):
-                        tensors.append(leaf)
-                axis.add(collective, max(each.nbytes for each in tensors), self._device_type)
+                sizes = [each.nbytes for each in tensor_leaves((args, result))]
+                axis.add(collective, max(sizes), self._device_type)
         return result
 
     def _axis_of(self, group: Any) -> str:

@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -40,8 +40,40 @@ def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
         called = " and ".join(names[id(module)] for module in modules)
         for group in state._fsdp_param_groups:
             found.append(FSDPGroup(group, modules, called or "the root module", parameter_names))
+    _note_settings(model, found)
     # Backward runs through modules approximately in reverse order of registration.
     return found[::-1]
+
+
+def _note_settings(model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
+    """Make calls of `set_requires_gradient_sync` and `set_requires_all_reduce` set the attributes
+    of ``groups`` too. FSDP has no getters for these settings."""
+    group_of: dict[nn.Module, FSDPGroup] = {}
+    for group in groups:
+        for module in group.modules:
+            group_of[module] = group
+
+    def noting(module: nn.Module, method: str, attributes: Sequence[str]) -> Callable[..., None]:
+        call = getattr(module, method)
+
+        @functools.wraps(call)
+        def called(value: bool, *, recurse: bool = True) -> None:
+            call(value, recurse=recurse)
+            for each in module.modules() if recurse else (module,):
+                if each in group_of:
+                    for attribute in attributes:
+                        setattr(group_of[each], attribute, value)
+
+        return called
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Like FSDP, the first method sets both.
+            for method, attributes in (
+                ("set_requires_gradient_sync", ("reduces_gradients", "reduces_over_replicas")),
+                ("set_requires_all_reduce", ("reduces_over_replicas",)),
+            ):
+                vars(module)[method] = noting(module, method, attributes)
 
 
 class FSDPGroup:
@@ -70,8 +102,11 @@ class FSDPGroup:
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
         # True with one rank on the shard axis: unsharded gradients are used as sharded gradients
         self.is_alone = False
-        # The shard axis, if every one of its ranks keeps all parameters of the group
+        # The shard axis, if every one of its ranks keeps all parameters of the group, in a mesh of
+        # one rank; only some ranks may run the group
         self.replicated_over: dist.ProcessGroup | None = None
+        # True if the next backward pass reduces gradients over the shard axis, and over replicas
+        self.reduces_gradients = self.reduces_over_replicas = True
         # The value of `trained` while a backward pass ends the group
         self._ending: list[FSDPParameter] | None = None
         # True while the unsharded parameters are tensors that no forward has used
@@ -103,17 +138,9 @@ class FSDPGroup:
             return found
 
     @property
-    def reduces_gradients(self) -> bool:
-        """True if this backward reduces gradients over the shard axis.
-
-        Set by `set_requires_gradient_sync`.
-        """
-        return self._group.reduce_grads
-
-    @property
     def crosses_replicas(self) -> bool:
-        """True if this backward also reduces over replicas (`set_requires_all_reduce`)."""
-        return self._group.reduce_grads and self._group.all_reduce_grads
+        """True if the next backward pass reduces gradients over both axes."""
+        return self.reduces_gradients and self.reduces_over_replicas
 
     @property
     def has_unsharded_gradients(self) -> bool:
@@ -157,14 +184,6 @@ class FSDPGroup:
                 callback()
 
         self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
-
-    def replicate_over(self, ranks: dist.ProcessGroup) -> None:
-        """Mark a group over a mesh of one rank, which every rank of the shard axis keeps, and which
-        only some ranks may run."""
-        self.replicated_over = ranks
-        # In backward each group prefetches the group before it in this record, so the ranks without
-        # a forward of this group would issue all-gathers of other groups in another order.
-        self._group._record_post_forward = lambda: None  # type: ignore[method-assign]
 
     def release(self) -> None:
         """Free unsharded parameters outside of a forward, and restore the sharded parameters."""
@@ -215,10 +234,8 @@ class FSDPGroup:
             # `post_backward` of FSDP would fail on a group that never ran: it has no unsharded
             # parameters.
             if any(each.has_run for each in self.parameters):
-                if not group.reduce_grads:
-                    self._keep_sums(original)
-                elif self.is_alone:
-                    self._take_unsharded_gradients()
+                if self.is_alone or not self.reduces_gradients:
+                    self._end_without_reduction(original)
                 else:
                     self._choose_dtypes()
                     original()
@@ -230,36 +247,29 @@ class FSDPGroup:
     def _choose_dtypes(self) -> None:
         """Make FSDP use the dtypes of `set_dtypes`; FSDP sets its own in the first forward."""
         if self._reduces_in is not None:
-            self._group._orig_dtype, self._group._reduce_dtype = self._reduces_in
+            self._group._orig_dtype, communication_dtype = self._reduces_in
             for parameter in self.trained:
                 parameter.allow_any_dtype()
+                parameter.narrow_unsharded_gradient(communication_dtype)
 
-    def _keep_sums(self, end: Callable[[], None]) -> None:
-        """Keep the unsharded gradients of this pass, in the wide dtype, for the next pass.
+    def _end_without_reduction(self, end: Callable[[], None]) -> None:
+        """Call ``end``, FSDP's ``post_backward``, which frees the parameters, without gradients.
 
-        Autograd adds the next gradients to these sums. ``end`` frees the parameters. The gradients
-        are taken out before, because FSDP would cast the sums to the communication dtype (pytorch
-        issue 194628).
+        Without a reduction in this pass, the unsharded gradients are kept in the wide dtype, and
+        autograd adds the next gradients to these sums. FSDP would cast them to the communication
+        dtype (pytorch issue 194628). With one rank on the shard axis, the unsharded gradients are
+        the sharded ones, and FSDP would copy them twice.
         """
         taken = []
         for each in self.trained:
             taken.append((each, each.take_unsharded_gradient()))
         end()
+        if self.is_alone:
+            self.release()  # also after `set_reshard_after_backward(False)` of a script
         for parameter, gradient in taken:
-            parameter.set_unsharded_gradient(gradient)
-
-    def _take_unsharded_gradients(self) -> None:
-        """Use the unsharded gradients as the sharded gradients; FSDP would copy them twice."""
-        # Like FSDP's `post_backward`, leave the state PRE_BACKWARD, in which `pre_backward` returns
-        # early: a group that runs twice in one backward pass would otherwise find no unsharded
-        # parameters the second time. Also like FSDP, take the gradients before `reshard`.
-        self._group._training_state = TrainingState.POST_BACKWARD
-        taken = []
-        for each in self.trained:
-            taken.append((each, each.take_unsharded_gradient()))
-        self.module.reshard()
-        for parameter, gradient in taken:
-            if gradient is not None:
+            if not self.reduces_gradients:
+                parameter.set_unsharded_gradient(gradient)
+            elif gradient is not None:
                 parameter.add_gradient(gradient)
 
     @torch.no_grad()
@@ -484,6 +494,15 @@ class FSDPParameter:
         # Autograd adds later gradients, in the compute dtype, to this sum.
         whole.grad_dtype = None
         whole.grad = gradient.to(self.gradient_dtype)
+
+    def narrow_unsharded_gradient(self, communication_dtype: torch.dtype) -> None:
+        """Cast a wide sum to ``communication_dtype``, where this is the compute dtype.
+
+        In all other cases FSDP casts by its policy, which it ignores for two equal dtypes.
+        """
+        whole = self.gathered
+        if whole is not None and whole.grad is not None and whole.dtype == communication_dtype:
+            whole.grad = whole.grad.to(communication_dtype)
 
     def zeros(self) -> Tensor | None:
         """Return an unreduced gradient of zeros in the wide dtype; None before a forward."""

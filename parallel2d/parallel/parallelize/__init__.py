@@ -199,19 +199,13 @@ def model_sharded_context(
         yield
     # A constructor may have been called twice.
     modules = dict.fromkeys(reference() for reference in built)
-    alive = []
-    for module in modules:
-        if module is not None:
-            alive.append(module)
-    # `Module.modules` yields the module first.
-    inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
-    outermost = []
-    for module in alive:
-        if module not in inner:
-            outermost.append(module)
+    inner: set[nn.Module] = set()
+    for each in modules:
+        if each is not None:
+            inner.update(list(each.modules())[1:])  # without the module itself
     with_parameters = []
-    for each in outermost:
-        if next(each.parameters(), None) is not None:
+    for each in modules:
+        if each is not None and each not in inner and next(each.parameters(), None) is not None:
             with_parameters.append(each)
     if not with_parameters:
         raise ConfigError(

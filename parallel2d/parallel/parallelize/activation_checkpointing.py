@@ -30,9 +30,8 @@ from torch.utils.checkpoint import (
 
 from parallel2d.base.config import ActivationCheckpointingConfig
 from parallel2d.base.errors import ConfigError, nearest_matches
-from parallel2d.parallel.fsdp_internals.sharded_model import collect_grad_tensors
 from parallel2d.parallel.fsdp_internals.tensors import storage_of, version_of
-from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.model_structure import find_blocks, tensor_leaves, trained_tensors_in
 from parallel2d.parallel.parallelize.activation_offload import SavedTensor, offload_blocks
 
 # Operators of these namespaces are named without the namespace.
@@ -102,12 +101,11 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     # Compiled blocks contain no changes in place.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    leaves = tree_leaves((args, kwargs))
     given, objects = [], []
-    for each in leaves:
+    for each in tree_leaves((args, kwargs)):
         if isinstance(each, Tensor):
             given.append(each)
-        if hasattr(each, "__dict__") and not isinstance(each, Tensor):
+        elif hasattr(each, "__dict__"):
             objects.append(each)
     before = list(map(version_of, given)), list(map(_tensors_of, objects))
     output = forward(*args, **kwargs)
@@ -126,7 +124,7 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             )
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _KeepingMode):
-            mode.forget(collect_grad_tensors(output))
+            mode.forget(trained_tensors_in(output))
     return output
 
 
@@ -207,11 +205,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
     def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
         """Raise RuntimeError for trained tensors: under any dispatch mode torch loses a part of the
         gradients of operators that change many tensors in place (foreach)."""
-        tensors = []
-        for each in tree_leaves(args):
-            if isinstance(each, Tensor):
-                tensors.append(each)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensor_leaves(args)):
             raise RuntimeError(
                 f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
                 "gradients with activation_checkpointing=selective: change the tensors one by one, "

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.device import current_stream, new_stream, on_stream
 from parallel2d.parallel.fsdp_internals.tensors import part_of, storage_of, version_of
+from parallel2d.parallel.model_structure import tensor_leaves
 
 # Saved tensors with fewer bytes are not worth a copy.
 MIN_BYTES = 4096
@@ -55,12 +55,8 @@ def _run(
     """Run the forward of ``block`` as one region."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    given = []
-    for each in tree_leaves((args, kwargs)):
-        if isinstance(each, Tensor):
-            given.append(each)
     shared = set()
-    for each in given:
+    for each in tensor_leaves((args, kwargs)):
         if not each.requires_grad:
             shared.add(storage_of(each))
     region = _Region(offloader, name, block, shared)
@@ -241,17 +237,15 @@ class _Region:
             return
         self._is_fetching = True
         side = self._offloader.stream(self._device_type)
-        with_host = []
+        copied = []
         for each in missing:
             if each.host is not None:
-                with_host.append((each, each.host))
-        for memory, host in with_host:
-            memory.device = torch.empty(host.shape, dtype=torch.uint8, device=self._device_type)
+                each.device = torch.empty_like(each.host, device=self._device_type)
+                copied.append((each.device, each.host))
         side.wait_stream(current_stream(self._device_type))
         with on_stream(self._device_type, side):
-            for memory, host in with_host:
-                assert memory.device is not None
-                memory.device.copy_(host, non_blocking=True)
+            for on_device, host in copied:
+                on_device.copy_(host, non_blocking=True)
 
 
 def _is_plain(part: Tensor) -> bool:

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
-from parallel2d.parallel.fsdp_internals.sharded_model import has_begun
 from parallel2d.parallel.fsdp_internals.tensors import part_of
 from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.model_structure import tensor_leaves
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
@@ -160,12 +159,10 @@ def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> Non
 
 def _digest(inputs: Any) -> str:
     digest = hashlib.sha256()
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor):
-            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            digest.update(
-                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )
+    for each in tensor_leaves(inputs):
+        digest.update(f"{tuple(each.shape)} {each.dtype}".encode())
+        values = each.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -177,7 +174,7 @@ def _apply(
     recurse: bool = True,
 ) -> Any:
     engine = engine_of(model)
-    is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
+    is_used = engine.has_run or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
         # Communication over replicas keeps the dtype that the configuration names.

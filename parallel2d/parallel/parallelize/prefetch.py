@@ -53,15 +53,17 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         return model
     if mesh.device_type == "cpu" and config.forward:
         set_asynchronous_gathers(model, True)
-    # An empty chain would select torch's default, which is one group ahead in backward.
-    if config.backward == 0:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_modules_to_backward_prefetch([module])
     ended: list[Group] = []  # groups of the running forward, in the order of their ends
     engine = engine_of(model)
     # Groups without an all-gather: modules that only some ranks may run
     left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
+    # An empty chain would select torch's default, which is one group ahead in backward, by torch's
+    # record of forwards. The record has the groups of `left_out` on some ranks only, and these
+    # ranks would issue all-gathers in another order.
+    if config.backward == 0 or left_out:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_modules_to_backward_prefetch([module])
     for group in module_groups(model):
         if tuple(group) not in left_out:
             _record(group, ended)
@@ -77,14 +79,14 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         if config.forward:
             _follow_in_forward(model, list(_chains(_in_order_of_begin(once), config.forward)))
         # Backward runs the groups in the reverse order of the ends of their forwards.
-        if config.backward > 1:
+        if config.backward > 1 or (config.backward and left_out):
             for module, later in _chains(once[::-1], config.backward):
                 # An empty chain would select torch's default, so the last group names itself.
                 module.set_modules_to_backward_prefetch(later or [module])
 
     model.register_forward_pre_hook(lambda *_: ended.clear(), prepend=True)
     handle = model.register_forward_hook(set_chains)
-    if config.backward == 1:
+    if config.backward == 1 and not left_out:
         _end_at_first(model, ended)
     _drop_unused(model)
     return model

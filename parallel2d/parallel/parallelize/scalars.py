@@ -139,24 +139,18 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     ``left_out``: parameters to ignore. Raises `ConfigError` for a complex parameter without
     dimensions, and for a model without any other parameters.
     """
-    to_split = []
-    for parameter in model.parameters():
+    places, has_others = {}, False
+    for parameter, each in places_in(model.modules()).items():
         if parameter not in left_out:
-            to_split.append(parameter)
-    scalars = set()
-    for parameter in to_split:
-        if stays_replicated(parameter):
-            scalars.add(parameter)
-    found = places_in(model.modules())
-    places = {}
-    for parameter, each in found.items():
-        if parameter in scalars:
-            places[parameter] = each
+            if stays_replicated(parameter):
+                places[parameter] = each
+            else:
+                has_others = True
     for parameter, ((_, name), *_) in places.items():
         if parameter.is_complex() and parameter.ndim == 0:
             problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
             raise ConfigError(f"{name} {problem}")
-    if scalars and len(scalars) == len(to_split):
+    if places and not has_others:
         raise ConfigError(
             "the model only has parameters without dimensions or elements: nothing to shard"
         )

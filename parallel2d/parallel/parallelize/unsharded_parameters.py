@@ -22,8 +22,8 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, was_interrupted
 from parallel2d.parallel.fsdp_internals.tensors import (
     GATHERED_AS,
-    identity_of,
     quick_reads,
+    storage_object,
     storage_of,
     version_of,
 )
@@ -167,8 +167,8 @@ class _UnshardedGroup:
         # Versions of the sharded parameters: now, and at the last forward with gradients
         self._versions: list[int] = []
         self._recorded: list[int] = []
-        # The sharded parameters, each with its identity
-        self._identities: list[tuple[Tensor, int]] = []
+        # The sharded parameters, each with its storage object
+        self._sharded: list[tuple[Tensor, torch.UntypedStorage]] = []
         self.group.on_gather(self._note)
 
     @property
@@ -192,14 +192,11 @@ class _UnshardedGroup:
         if not self._versions:
             self._versions = self._recorded = self._read()
             parameters = [each.sharded for each in self.group.parameters]
-            self._identities = [(each, identity_of(each)) for each in parameters]
+            self._sharded = [(each, storage_object(each)) for each in parameters]
 
     def _read(self) -> list[int]:
         with quick_reads():
-            found: list[int] = []
-            for each in self.group.parameters:
-                found.append(version_of(each.sharded))
-            return found
+            return [version_of(each.sharded) for each in self.group.parameters]
 
     def take_updates(self) -> bool:
         """Return True if sharded parameters have changed since the last call.
@@ -212,15 +209,13 @@ class _UnshardedGroup:
         versions = self._read()
         if versions == self._versions:
             return False
-        gathered = [each.gathered for each in self.group.parameters]
-        is_new = map(ne, versions, self._versions)
-        self._versions = versions
-        # Tensors of inference mode have no version.
         changed = []
-        for each in compress(gathered, is_new):
-            if each is not None:
-                changed.append(each)
-        torch.autograd.graph.increment_version(e for e in changed if not e.is_inference())
+        for each in compress(self.group.parameters, map(ne, versions, self._versions)):
+            # Tensors of inference mode have no version.
+            if each.gathered is not None and not each.gathered.is_inference():
+                changed.append(each.gathered)
+        torch.autograd.graph.increment_version(changed)
+        self._versions = versions
         return True
 
     def refuse_set_data(self) -> None:
@@ -228,10 +223,8 @@ class _UnshardedGroup:
 
         Scripts set ``.data`` to evaluate averaged weights.
         """
-        for parameter, (noted, identity) in zip(
-            self.group.parameters, self._identities, strict=False
-        ):
-            if parameter.sharded is noted and identity_of(noted) != identity:
+        for parameter, (noted, storage) in zip(self.group.parameters, self._sharded, strict=False):
+            if parameter.sharded is noted and storage_object(noted) is not storage:
                 raise RuntimeError(data_was_set(parameter.name))
 
     def record(self, *_: Any) -> None:

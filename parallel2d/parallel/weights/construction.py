@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -191,12 +190,12 @@ class _Recorder(TorchFunctionMode):
 
     def mark_modules(self) -> None:
         """Record the writers of each module's parameters on the module."""
-        alive = filter(None, [reference() for reference in self.built])
-        begun = []
-        for module in alive:
-            if "_modules" in vars(module):
-                begun.append(module)
-        for module in set(chain.from_iterable(each.modules() for each in begun)):
+        found: set[nn.Module] = set()
+        for reference in self.built:
+            built = reference()
+            if built is not None and "_modules" in vars(built):
+                found.update(built.modules())
+        for module in found:
             for name, parameter in direct_parameters(module):
                 writer = self._writers.get(parameter.untyped_storage())
                 if writer is not None:

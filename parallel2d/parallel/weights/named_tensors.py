@@ -89,11 +89,8 @@ def meet(model: nn.Module, point: str) -> None:
     """Wait until all ranks that share parameters of ``model`` have reached ``point``; see [Note:
     one order of collectives]. Collective. Raises `ConfigError` if a rank is at another point.
     """
-    found = []
-    for module in model.modules():
-        if module in _meetings:
-            found.append(_meetings[module])
-    for meeting in dict.fromkeys(reference() for reference in found):
+    found = dict.fromkeys(_meetings[each]() for each in model.modules() if each in _meetings)
+    for meeting in found:
         if meeting is not None:
             meeting(point)
 

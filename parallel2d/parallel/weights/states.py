@@ -246,13 +246,11 @@ def load_full_state(
 
 
 def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = {}
-    for kind in ("model", "optimizer"):
-        given[kind] = state.get(kind) or {}
     found: dict[str, Any] = {}
-    for kind, value in given.items():
-        if name in value:
-            found[kind] = value[name]
+    for kind in ("model", "optimizer"):
+        given = state.get(kind) or {}
+        if name in given:
+            found[kind] = given[name]
     return found
 
 

@@ -203,13 +203,10 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     They are ``model`` (FQN ``""``) and the modules of each bucket.
     """
     # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
-    every = []
-    for name, module in model.named_modules():
-        every.append((fqn_of(name), module))
     modules: list[tuple[str, nn.Module]] = []
-    for name, module in every:
+    for name, module in model.named_modules():
         if issubclass(type(module), FSDPModule):
-            modules.append((name, module))
+            modules.append((fqn_of(name), module))
     return modules
 
 

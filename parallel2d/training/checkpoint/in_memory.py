@@ -466,14 +466,8 @@ def _changed_by_updates(state: SavedState) -> set[str]:
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
     """Choose a copy for ``rank`` in this order: the copy that this rank has written, which contains
     its random state; a copy that it can read; a copy of another rank, with senders in turn."""
-    here = []
-    for source in sources:
-        if source[0] == rank:
-            here.append(source)
-    own = []
-    for source in here:
-        if f"/rank-{rank:05d}/" in source[1]:
-            own.append(source)
+    here = [source for source in sources if source[0] == rank]
+    own = [source for source in here if f"/rank-{rank:05d}/" in source[1]]
     return (own or here or [sources[rank % len(sources)]])[0]
 
 

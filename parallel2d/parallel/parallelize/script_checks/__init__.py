@@ -43,7 +43,8 @@ def check_script(
     if steps == "off" or steps == 0:
         return
     averages = mesh_shape(mesh).data_ranks > 1
-    handles = audit_forwards(model, gathered, averages)
+    frees = bool(config.strategy.placement.reshard_after_forward)
+    handles = audit_forwards(model, gathered, averages, frees)
     if config.compile.name != "none":
         handles += function_mode.hide_in_forwards(model)
     remaining = None if steps == "always" else int(steps)

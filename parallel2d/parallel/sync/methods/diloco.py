@@ -164,10 +164,7 @@ class OuterSync(UpdateFollower):
 
         Collective in some steps.
         """
-        trained = set()
-        for name, each in self._all.items():
-            if each.requires_grad:
-                trained.add(name)
+        trained = {name for name, each in self._all.items() if each.requires_grad}
         changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:
             raise ConfigError(

@@ -49,13 +49,9 @@ def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.
 
 
 def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
-    trained = []
-    for each in parameters:
-        if each.sharded.requires_grad:
-            trained.append(each)
     unsent = []
-    for each in trained:
-        if each.sharded.grad is not None:
+    for each in parameters:
+        if each.sharded.requires_grad and each.sharded.grad is not None:
             unsent.append(each.name)
     if unsent:
         raise ConfigError(
