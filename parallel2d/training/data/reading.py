@@ -427,7 +427,9 @@ def _row_document(row: Any, text_field: str) -> list[Document]:
     except TypeError:
         raise _BadRowError("the text is not a string") from None
     except UnicodeEncodeError:
-        raise _BadRowError("the text has half a surrogate pair, which no encoding has") from None
+        raise _BadRowError(
+            "the text has half of a surrogate pair, which UTF-8 cannot encode"
+        ) from None
 
 
 def _enter(file: IO[bytes], start: int) -> int:
