@@ -177,7 +177,7 @@ def describe_run(
         topology=runtime.topology,
         device=runtime.device,
         model=type(parts.module).__name__,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(map(torch.Tensor.numel, parameters)),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         data=data,
         head=name_of_head(job.config, parts),

@@ -86,7 +86,7 @@ def _complex_modules(model: nn.Module) -> set[int]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             trained.append(parameter)
-    if all(parameter.is_complex() for parameter in trained):
+    if all(map(torch.is_complex, trained)):
         return set()
     found = set()
     for _, module in owning_modules(model):

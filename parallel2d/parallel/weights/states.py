@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import among, broadcast, leader, sendable
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.model_structure import by_fqn
 from parallel2d.parallel.weights.geometry import scales_like, scales_shape
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
@@ -346,9 +346,7 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         elif state:
             problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]
-    tensors = {}
-    for name, tensor in given.items():
-        tensors[fqn_of(name)] = tensor
+    tensors = by_fqn(given.items())
     here = model_tensors(model)
     problems = []
     for name in here:

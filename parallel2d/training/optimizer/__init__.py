@@ -86,7 +86,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 def _log_groups(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
-        elements = sum(parameter.numel() for parameter in group["params"])
+        elements = sum(map(Tensor.numel, group["params"]))
         log.info(
             f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}"
             f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"

@@ -372,7 +372,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
         # The order in storage may differ from the order of the parameters.
         begin = min(begin, tensor.storage_offset())
         end = max(end, tensor.storage_offset() + tensor.numel())
-    filled = sum(tensor.numel() for tensor in found)
+    filled = sum(map(Tensor.numel, found))
     if end - begin != filled:
         return None
     return first.as_strided((filled,), (1,), begin)

@@ -103,7 +103,7 @@ class CommunicationFormat:
     def bytes_of(self, shapes: Iterable[torch.Size]) -> int:
         """Return bytes of tensors of these shapes; each tensor starts a new block."""
         if self.dtype is not None:
-            return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
+            return self.dtype.itemsize * sum(map(torch.Size.numel, shapes))
         row = BlockFormat(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
 
