@@ -264,11 +264,7 @@ def _charts(facts: RunFacts) -> list[str]:
         "device": facts.device.type != "cpu",
         "replicas": current() is not None,
     }
-    charts: list[str] = []
-    for name, is_measured in has_data.items():
-        if is_measured:
-            charts.append(name)
-    return charts
+    return list(filter(has_data.__getitem__, has_data))
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:

@@ -214,10 +214,7 @@ class Layout:
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of the blocks."""
-        found: list[tuple[str, nn.Module]] = []
-        for name in self.blocks:
-            found.append((name, model.get_submodule(name)))
-        return found
+        return list(zip(self.blocks, map(model.get_submodule, self.blocks), strict=True))
 
     def replicated_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that every rank of the shard axis keeps."""

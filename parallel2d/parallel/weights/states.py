@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -389,13 +390,9 @@ def _match_optimizer(
     """
     if state is None:
         return {}, [], ["it has no optimizer"]
-    names = []
-    for group in describe_optimizer(model, optimizer)["groups"]:
-        names.append(group["parameters"])
+    names = list(map(itemgetter("parameters"), describe_optimizer(model, optimizer)["groups"]))
     all_names = list(chain.from_iterable(names))
-    listed = []
-    for group in state["param_groups"]:
-        listed.append(group["params"])
+    listed = list(map(itemgetter("params"), state["param_groups"]))
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
         # Numbers count through the groups, so they match only if groups have equal sizes.
@@ -405,9 +402,8 @@ def _match_optimizer(
             return {}, [], [f"{problem}; call them by name with rekey_optimizer_state"]
         state = rekey_optimizer_state(state, key="name", names=all_names)
     entries: Entries = state["state"]
-    unknown = sorted(entries.keys() - set(all_names))
     problems = []
-    for name in unknown:
+    for name in sorted(entries.keys() - set(all_names)):
         problems.append(f"{name} is in its optimizer and not in this one")
     given: dict[str, Any] = {}
     for name, values in entries.items():

@@ -100,9 +100,8 @@ def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
 
 def strings_in(table: Any) -> list[str]:
     """The paths of the leaf columns of a Parquet file that hold strings."""
-    columns = map(table.schema.column, range(len(table.schema)))
     found: list[str] = []
-    for column in columns:
+    for column in map(table.schema.column, range(len(table.schema))):
         if column.physical_type == "BYTE_ARRAY":
             found.append(column.path)
     return found

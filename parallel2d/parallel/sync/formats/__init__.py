@@ -118,9 +118,7 @@ class CommunicationFormat:
         """
         if self.dtype is not None:
             return CastQuantizer(self.dtype)
-        numels = []
-        for tensor in tensors:
-            numels.append(tensor.numel())
+        numels = list(map(Tensor.numel, tensors))
         # Error feedback sends the rounding error later, so rounding to the nearest is unbiased over
         # steps, and its error is half the error of stochastic rounding.
         noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)
