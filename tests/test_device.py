@@ -23,7 +23,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.parallelize.layout import Workload, resolve
-from parallel2d.training.device_defaults import resolved, resolved_for_plan
+from parallel2d.training.auto_precision import resolved, resolved_for_plan
 
 PACKAGE = Path(parallel2d.__file__).parent
 # A feature that only CUDA has, by file

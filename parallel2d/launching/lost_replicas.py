@@ -175,7 +175,8 @@ class LostReplicas:
                 for number, of_replica in enumerate(self._replicas):
                     if ranks & set(of_replica):
                         self._post_dead((number, self._incarnations[number]))
-                # All replicas need the failed replica, and its launcher cannot restart it.
+                # The job cannot continue without the failed replica, which the timed-out launcher
+                # cannot restart.
                 if self.needs_all:
                     post(self._store, "restart", None, self._events.count)
 

@@ -27,7 +27,8 @@ from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.heartbeat import Heartbeats
 from parallel2d.launching.rendezvous import Rendezvous
 
-# Time for further nodes after the smallest number has joined: at first, and in later rounds
+# Seconds to wait for further nodes after the smallest number has joined: in the first round, and in
+# later rounds
 FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
 _END_S = 60.0  # time that the first node to end waits for the others
 
@@ -198,7 +199,8 @@ class Round:
         return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
-        """Return the state with this launcher in the place of a member, or after the last one."""
+        """Return the state with this launcher in the place of a member, or after the last
+        member."""
         members = list(self.state.members)
         members[place : place + 1] = [self.own]
         return self.state._replace(members=tuple(members))
@@ -216,7 +218,7 @@ class Round:
         return state._replace(prefix=prefix, members=tuple(sorted(live)))
 
     def _is_complete(self, names: set[str]) -> bool:
-        """True if the launchers ``names`` start without waiting for further ones."""
+        """True if the launchers ``names`` start without waiting for further launchers."""
         now = time.monotonic()
         if len(names) < self._smallest:
             self._enough_at = None

@@ -1,10 +1,10 @@
 """The context axis: ranks that share sequences, each with an equal slice of the positions.
 
 [Note: gradients over the context axis] Computations on whole sequences run on every rank of the
-axis, and gradients are averaged over the axis like over any data axis. On each rank a gradient thus
-stands for its mean over the ranks. At a cut of a tensor, a rank returns the gradient of its slice,
-and zeros elsewhere. At a join of slices, a slice gets the *sum* of its gradients from all ranks.
-Then the mean is the gradient of a single process, for every parameter.
+axis, and gradients are averaged over the axis like over any data axis. The mean of the ranks'
+gradients must therefore be the gradient of a single process. In the backward of a cut, a rank
+returns the gradient of its slice, and zeros elsewhere. In the backward of a join, a slice gets the
+*sum* of its gradients from all ranks. Both together give this mean for every parameter.
 """
 
 from __future__ import annotations

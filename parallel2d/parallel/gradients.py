@@ -44,7 +44,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     dtype = torch.float32
     for split, gradients in _by_split(parameters).items():
         part = _local_part(gradients, norm_type)
-        # Only over the axes that split the elements; ranks of other axes hold equal sums.
+        # Reduce only over the axes that split the elements; ranks of other axes hold equal sums.
         for _, group in split:
             dist.all_reduce(part, operation, group)
         parts.append(part)
@@ -87,7 +87,7 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of ``parameters`` that have one."""
+    """Return the gradients of ``parameters``, without missing gradients."""
     found = []
     with quick_reads():
         for parameter in parameters:

@@ -293,8 +293,7 @@ def find_blocks(
     class with children; failing that, sibling layers of one class; none when nothing repeats.
 
     A container without a forward, such as a ``ModuleList``, is replaced by the outermost modules
-    inside it that are called and have structure, or by the outermost ones with
-    parameters.
+    inside it that are called and have structure, or by the outermost modules with parameters.
 
     Args:
         model: the model, which is not a block.
@@ -324,7 +323,7 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     Blocks are found as for ``bucketing=block``. Single layers that repeat are not blocks here,
     because the last of these layers may be the head.
     """
-    # By id, because a tied embedding is also the weight of another module.
+    # Compare ids, because a tied embedding is also the weight of another module.
     embeddings: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):

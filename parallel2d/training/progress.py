@@ -96,7 +96,7 @@ class StepOutcome:
     preempted_ranks: list[int]  # the preempted ranks
     ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
     replicas_lost_s: float  # lost seconds before this step, the largest measured value
-    store_ends: bool  # one of them is on the node with the store of the other nodes
+    store_ends: bool  # a preempted rank is on the node with the store of the other nodes
     reports: RankReports
 
 
@@ -129,7 +129,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
         (is_text, "data_fingerprint is not text"),
     )
     problems += _problems_of_scaler(state["scaler"], step)
-    # States of earlier versions lack both.
+    # States of earlier versions lack both keys.
     for key in ("best", "stop"):
         problems += problems_of_best(key, state.get(key), step)
     return problems
@@ -187,7 +187,8 @@ class BestMetric:
     since: int = 0  # number of later measurements
 
     def measure(self, step: int, value: float) -> bool:
-        """Record a value. True if it is the best one; a value that is not finite never is."""
+        """Record a value. True if it is the best value; a value that is not finite is never the
+        best."""
         gained = value - self.value if self.mode == "max" else self.value - value
         is_better = self.step == 0 or 0 < gained >= self.min_delta
         if not math.isfinite(value) or not is_better:

@@ -130,7 +130,8 @@ class RunFacts:
         return {
             "sync": self.layout.method.description,
             "model": self.model,
-            # As text, because TensorBoard rounds numbers to five digits, 115008 to 1.1501e+5.
+            # Write numbers as text, because TensorBoard rounds them to five digits, 115008 to
+            # 1.1501e+5.
             **{name: str(facts[name]) for name in names},
             "lr": self.job.config.optimizer.lr,
         }
@@ -232,7 +233,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
     config, sample = facts.job.config, facts.data.train.shape
     unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
     display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
-    # With the actual sizes of the axes in place of ``auto``.
+    # The shown configuration has the resolved sizes of the axes in place of ``auto``.
     sizes: dict[str, Any] = facts.layout.shape.shown
     found = dataclasses.replace(config.mesh, **sizes)
     texts = {
@@ -256,7 +257,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
 
 
 def _charts(facts: RunFacts) -> list[str]:
-    """The charts of `OPTIONAL` that the job has data for."""
+    """Return the charts of `OPTIONAL` for which the job has data."""
     has_peak = peak_flops(facts.device, facts.job.config.precision.param) is not None
     has_data = {
         "mfu": has_peak and facts.flops_per_sequence is not None,

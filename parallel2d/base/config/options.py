@@ -245,7 +245,7 @@ def is_reference(value: Any) -> bool:
 
 def load_reference(key: str, reference: str) -> Any:
     """Import the callable ``package.module:name``. Modules of the current folder are found after
-    all installed ones.
+    all installed modules.
 
     Args:
         key: the configuration key, for the error message.

@@ -321,7 +321,7 @@ class Quorum:
         if self.own in members:
             self.state = ReplicaState.COMPLETE
 
-    # Agreements
+    # All-reduces over the live ranks
 
     def agree(self, tensor: Tensor, operation: Any) -> bool:
         """All-reduce ``tensor`` over all live ranks, in place. True if all ranks of this replica

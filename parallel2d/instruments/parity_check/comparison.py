@@ -122,7 +122,7 @@ class StepComparison:
         self._audit = CollectiveAudit(checked)
         self._run = ReferenceRun(checked)
         self._step = 0
-        # By replica, of the step before
+        # Values of the previous step, by replica
         self._gradients_before: list[Tensors] = [{} for _ in self._run.replicas]
         config, shape, module = checked.config, checked.shape, self._run.plain.module
         crosses = checked.method.description

@@ -346,7 +346,7 @@ class ReferenceSync:
 
     def after_update(self, step: int) -> None:
         """With diloco, exchange the fragments that are due after ``step`` updates, and apply the
-        arriving ones."""
+        fragments that arrive."""
         if self._outer is not None:
             self._outer.after_update(step)
 

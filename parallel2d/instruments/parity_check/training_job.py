@@ -56,7 +56,7 @@ def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     meter.remove()
     try:
         checked = _checked(trainer, notes)
-        # Before the first step, because these forwards belong to no step.
+        # Run these forwards before the first step, because they do not belong to a step.
         first = checked.read(1, data_coordinate(trainer.mesh))[0]
         trainer.loss.compare_head(trainer.model, first)
         return certify_steps(checked, meter, steps)

@@ -19,7 +19,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import from_yaml, to_yaml
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.planner.layout_search import SearchResult, fixed_keys, search
-from parallel2d.training.device_defaults import resolved_for_plan
+from parallel2d.training.auto_precision import resolved_for_plan
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "

@@ -5,9 +5,9 @@ The cost is computed for the same `Layout` object that training applies. Data ar
 
 [Note: a traced peak] With ``plan.verify=true`` the layout is applied on a fake process group, and
 forward and backward run on fake tensors under torch's memory tracker. The traced peak contains all
-allocations of this code, but on the device type ``cpu``. It does not contain the rounding of a
-GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of matrix libraries.
-Attention is torch's kernel for CPU, which saves as much for backward as flash attention.
+allocations of this code, but on the device type ``cpu``. The traced peak does not contain the
+rounding of a GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of matrix
+libraries. Attention is torch's kernel for CPU, which saves as much for backward as flash attention.
 """
 
 from __future__ import annotations
@@ -382,8 +382,8 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
     """Return the peak bytes of one global batch of ``parts.module``, which is consumed, plus the
     optimizer state of the peak-memory rank, which exists in every step but the first.
 
-    See [Note: a traced peak]. At most two micro-batches run, because all later ones are like the
-    second. Raises `ConfigError` for a model that cannot run on fake tensors.
+    See [Note: a traced peak]. At most two micro-batches run, because all later micro-batches are
+    like the second. Raises `ConfigError` for a model that cannot run on fake tensors.
     """
     config, workload = layout.config, layout.workload
     # Blocks are traced without compilation, which needs tensors with values.

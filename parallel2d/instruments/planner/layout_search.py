@@ -215,7 +215,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the overrides that choose this layout, in addition to the given ones."""
+    """Return the overrides that choose this layout, in addition to the given overrides."""
     # The search does not choose a context axis, which exists only if it was given.
     axes = []
     for axis in AXES:
@@ -246,5 +246,5 @@ def _key_of(word: str) -> str:
 
 
 def fixed_keys(given: Sequence[str]) -> set[str]:
-    """Return the keys that the search does not change: the given ones, except for ``auto``."""
+    """Return the keys that the search does not change: the given keys, except for ``auto``."""
     return {_key_of(word) for word in given if not word.endswith("=auto")}

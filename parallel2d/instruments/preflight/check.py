@@ -50,7 +50,8 @@ class ClusterCheck:
         nodes = self._compare_nodes()
         mesh = build_mesh(
             MeshSpec.from_config(config.mesh),
-            # auto chooses at the start of the job; its layouts use the axes of hybrid.
+            # strategy=auto chooses a layout only when the job starts; all its layouts use the axes
+            # of hybrid.
             "hybrid" if config.is_automatic else config.strategy,
             topology=topology,
             allow_cross_node=config.mesh.allow_cross_node,

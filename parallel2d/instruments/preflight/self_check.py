@@ -58,8 +58,8 @@ def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
 
 
 def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = None) -> bool:
-    """Check those of ``chosen`` that are runs, of so many ranks. False if one failed. The outcome
-    of ``replica-loss`` is written to ``cluster_file``, which exists."""
+    """Run the checks of ``chosen`` that are training runs, with ``ranks`` ranks. False if a check
+    failed. The outcome of ``replica-loss`` is written to ``cluster_file``, which must exist."""
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         runs = _Runs(folder, ranks)
         checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed, runs.lost), strict=True))

@@ -54,7 +54,7 @@ Numbers = NDArray[np.float64]
 class Run:
     """Contents of one run directory, or of a part of the run.
 
-    ``table`` [rows, `COLUMNS`] has the numbers of ``metrics.jsonl``, with NaN for missing ones.
+    ``table`` [rows, `COLUMNS`] has the numbers of ``metrics.jsonl``, with NaN for missing numbers.
     ``before`` is the row before the first.
     """
 

@@ -5,7 +5,8 @@ micro-batch on fake tensors. Its memory without parameters is recorded at each p
 would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak` adds the allocations of
 sharding at these points, for any sizes of the other axes.
 
-Gradients of a group's parameters are dropped when all exist, because sharding reduces them then.
+The gradients of a group's parameters are dropped once all of them exist, because sharding reduces
+them at this point.
 """
 
 from __future__ import annotations

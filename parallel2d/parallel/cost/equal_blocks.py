@@ -2,9 +2,9 @@
 
 [Note: few of the equal blocks] The cost of a model of equal blocks is a constant plus a cost per
 block. One copy is measured with one block per stack, and for each stack a copy with two blocks;
-the difference is the cost of a block. Another copy, with the first, a middle and the last block of
-every stack, must have the cost that follows from these. If it differs, or a copy cannot run, the
-full model is measured.
+the difference is the cost of a block. A further copy, with the first, a middle and the last block
+of every stack, checks this extrapolation. If its cost differs, or a copy cannot run, the full model
+is measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
     """Return the longest run of equal elements of each list of ``model``, if long enough.
 
     No run is inside another. Blocks are equal if all classes and tensors of their modules are
-    equal. The measured blocks reveal settings that differ.
+    equal. Settings that differ are found by the measurement of a first, a middle and a last block.
     """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         runs: list[EqualBlocks] = []

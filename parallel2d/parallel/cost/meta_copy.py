@@ -72,15 +72,15 @@ def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.M
 def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
     """Replace parameters, buffers and new tensors by fake tensors on ``device_type`` inside.
 
-    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied``, fully on
-    meta, cannot be used outside afterwards.
+    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied`` must be
+    fully on meta, and cannot be used after the context.
     """
     made: dict[int, Any] = {}
     with FakeTensorMode():
         for module in copied.modules():
             for owned in (module._parameters, module._buffers):
                 for name, value in owned.items():
-                    # Once per tensor: tied parameters stay tied.
+                    # Each tensor is replaced once, so that tied parameters stay tied.
                     if value is not None and id(value) not in made:
                         made[id(value)] = _fake(value, device_type)
                     owned[name] = made.get(id(value))
@@ -236,7 +236,8 @@ def count_tensor_axis(
             with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
-                    # Forwards that learn the split precede the first forward.
+                    # The forwards of `ContextCheck`, which learn the split, run before the first
+                    # forward.
                     with torch.no_grad():
                         loss(copied, inputs, targets)
                 counter.start()
@@ -262,7 +263,7 @@ def _sum_partial_gradients(model: nn.Module, layout: Layout) -> None:
             continue
         if gradient.placements == parameter.placements:
             continue
-        # The engine sums partial gradients in fp32 at least.
+        # The engine sums partial gradients in fp32 or a wider dtype.
         sent: Any = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         # The counter counts the collective; the result is not needed.
         sent.redistribute(placements=parameter.placements)

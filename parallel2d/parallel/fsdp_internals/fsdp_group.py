@@ -96,7 +96,7 @@ class FSDPGroup:
         self.communication_dtype = torch.float32
         # Dtypes of FSDP's gradient sums and reduce-scatter; None: FSDP's defaults
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
-        # True with one rank on the shard axis, where unsharded gradients become the sharded ones
+        # True with one rank on the shard axis: unsharded gradients are used as sharded gradients
         self.is_alone = False
         # The shard axis, if every one of its ranks keeps all parameters of the group, in a mesh of
         # one rank; only some ranks may run the group
@@ -182,14 +182,15 @@ class FSDPGroup:
         self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 
     def release(self) -> None:
-        """Free unsharded parameters outside of a forward, and restore the sharded ones."""
+        """Free unsharded parameters outside of a forward, and restore the sharded parameters."""
         self.module.reshard()
 
     def share_memory(self, computes_in: torch.dtype) -> None:
-        """Make unsharded parameters aliases of the sharded ones, for a shard axis of one rank.
+        """Make unsharded parameters aliases of the sharded parameters, for a shard axis of one
+        rank.
 
-        Unsharded gradients then become the sharded ones without a copy. Parameters with another
-        storage dtype than ``computes_in`` are still copied.
+        Unsharded gradients are then used as sharded gradients without a copy. Parameters with a
+        storage dtype other than ``computes_in`` are still copied.
         """
         self.is_alone = True
 
@@ -334,7 +335,7 @@ class FSDPGroup:
         `ConfigError` for trained parameters of several dtypes.
         """
         trained = self.trained
-        # Without trained parameters, all that may be unfrozen later.
+        # Without trained parameters, use all parameters that may be unfrozen later.
         considered = trained or [p for p in self.parameters if p.sharded.is_floating_point()]
         stored = sorted({parameter.sharded.dtype for parameter in considered}, key=str)
         if len(stored) == 1:
@@ -390,8 +391,8 @@ def _keep_missing_gradients(inputs: Any) -> None:
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     """Sum narrow partial gradients over the tensor axis, in fp32 and in one all-reduce.
 
-    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if any gradient
-    has fewer than 32 bits; the group must then use the accumulation dtype.
+    FSDP would sum these gradients in the compute dtype (pytorch issue 190626). Returns True if any
+    gradient has fewer than 32 bits; the group must then use the accumulation dtype.
     """
     narrow: list[FSDPParameter] = []
     parts: list[Tensor] = []
@@ -412,9 +413,9 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
 class FSDPParameter:
     """One parameter of a group.
 
-    The optimizer has the sharded parameter, and autograd uses the unsharded one. Sums of several
-    backward passes that are not reduced over the shard axis stay in the ``.grad`` of the unsharded
-    parameter.
+    The optimizer updates the sharded parameter, and autograd uses the unsharded parameter. Sums of
+    several backward passes that are not reduced over the shard axis stay in the ``.grad`` of the
+    unsharded parameter.
     """
 
     def __init__(self, parameter: FSDPParam, name: str) -> None:
@@ -536,7 +537,7 @@ class FSDPParameter:
         """
         whole = self.gathered
         grad = None if whole is None else whole.grad
-        # A plain tensor if the parameter is not on a tensor axis.
+        # Without a tensor axis the gradient is a plain tensor.
         if not isinstance(grad, DTensor):
             return None
         for placement in grad.placements:
@@ -570,8 +571,8 @@ class FSDPParameter:
         if local is None:
             sharded.grad = None
         else:
-            # A new `DTensor`: with an exchanged local tensor the old one would keep its storage
-            # offset, and compiled functions guard on the offset.
+            # A new `DTensor`: an existing `DTensor` with an exchanged local tensor would keep its
+            # storage offset, and compiled functions guard on the offset.
             self.allow_any_dtype()
             # `DTensor.from_local` takes seven times as long, longer than a small copy.
             sharded.grad = self._parameter.to_sharded_dtensor(local)

@@ -27,7 +27,7 @@ def part_of(tensor: Tensor) -> Tensor:
 def storage_of(tensor: Tensor) -> int | None:
     """Return the number of the storage of ``tensor``, also on meta and after it was freed.
 
-    None for tensors without storage, such as sparse ones.
+    None for tensors without storage, such as sparse tensors.
     """
     try:
         # torch keeps one Python object for a storage while the storage lives.

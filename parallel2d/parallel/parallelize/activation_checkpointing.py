@@ -59,7 +59,7 @@ def checkpoint_activations(
     if config.name == "selective":
         policy = functools.partial(_keep, saved_operators(config.keep))
     if config.name == "selective" and config.offloads:
-        # Otherwise kept results bypass the offload.
+        # Without this, kept results would bypass the offload.
         options["respect_saved_tensors_hooks"] = True
     for name, block in chosen:
         if config.name == "selective":
@@ -146,8 +146,8 @@ def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 def _without_cache(model: nn.Module) -> None:
-    """Switch off the cache of keys and values of models of transformers in training: blocks that
-    are computed again would fill it twice. The library does the same in its checkpoints."""
+    """Disable the key-value cache of transformers models in training: recomputed blocks would fill
+    it twice. transformers does the same for its own activation checkpointing."""
 
     def switch_off(position: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -168,8 +168,8 @@ def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """The policy of ``selective``, which torch calls for each operator that a block runs."""
-    # The name of an operator ends with that of its overload: aten::add.Tensor. An overload that
-    # writes to an argument has to write again.
+    # The name of an operator ends with the name of its overload: aten::add.Tensor. An overload that
+    # writes to an argument must run again, because the recomputation needs the write.
     if operator.name().partition(".")[0] in kept and not _is_mutable(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -184,10 +184,10 @@ def _contexts(name: str, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, 
 class _KeepingMode(_CachingTorchDispatchMode):
     """Keeps results as their operators have returned them.
 
-    Torch keeps an alias of a result, and misses changes in place where the block has only a view
-    of it, such as the output of `F.linear` for three dims: the recomputation would repeat a change
-    that the alias has already. So a result that is about to be changed is copied first. That takes
-    as much memory as the same block without changes in place.
+    torch keeps an alias of a result. If the block has only a view of the result, such as the output
+    of `F.linear` for three dims, torch misses an in-place change of the view: the recomputation
+    would then apply the change to the alias a second time. Therefore a result is copied before an
+    in-place change. The block then needs as much memory as without in-place changes.
     """
 
     def __init__(self, name: str, policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
@@ -203,8 +203,8 @@ class _KeepingMode(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
-        """Raises RuntimeError for tensors that are trained: under any dispatch mode torch loses a
-        part of the gradients of changes of many tensors at once."""
+        """Raise RuntimeError for trained tensors: under any dispatch mode torch loses a part of the
+        gradients of operators that change many tensors in place (foreach)."""
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensor_leaves(args)):
             raise RuntimeError(
                 f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
@@ -213,8 +213,8 @@ class _KeepingMode(_CachingTorchDispatchMode):
             )
 
     def forget(self, outputs: Sequence[Tensor]) -> None:
-        """Let results be computed again that are among ``outputs`` of the block, which its caller
-        may change. Mostly the recomputation ends before them."""
+        """Do not keep results that are among the ``outputs`` of the block, because the caller may
+        change them. The recomputation usually ends before these results."""
         self._replace(outputs, lambda _: _RECOMPUTE)
 
     def _replace(self, tensors: Sequence[Tensor], replacement: Callable[[Any], Any]) -> None:
@@ -235,7 +235,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
 
 def _kept_tensor(result: _VersionWrapper) -> Any:
     """Return the tensor of a kept result during the forward of its block."""
-    # Offload replaces it by a handle, which still has the tensor.
+    # Activation offload replaces the tensor by a handle, which still has the tensor.
     return result.val.tensor if isinstance(result.val, SavedTensor) else result.val
 
 
@@ -313,7 +313,8 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
         for name in matches:
             if not (name.endswith("_") or _is_composite(name)):
                 visible.add(name)
-        # One visible operator is enough: scaled_dot_product_* matches visible and composite ones.
+        # One visible operator is enough: scaled_dot_product_* matches visible and composite
+        # operators.
         if not visible:
             raise ConfigError(
                 f"activation_checkpointing.keep: {pattern} is decomposed into other operators, "

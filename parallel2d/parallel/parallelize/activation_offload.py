@@ -10,8 +10,9 @@ copies of the region before it. Buffers are allocated on the compute stream, whi
 waits for first.
 
 A tensor that changes in place between its save and the end of its copy is an error in backward, as
-without offload. Parameters and buffers stay on the device: sharding frees and gathers them. So do
-arguments without a gradient, such as masks and rotary tables, which all blocks share.
+without offload. Parameters and buffers stay on the device: sharding frees and gathers them.
+Arguments without a gradient, such as masks and rotary tables, also stay, because all blocks share
+them.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class SavedTensor:
     def __init__(self, region: _Region, tensor: Tensor, memory: _Memory) -> None:
         self.region = region
         self.memory = memory
-        # Detached, so that an output that its own node saves is not kept alive by a cycle. It
-        # shares the version of ``tensor``. None after the copy.
+        # A detached alias of the tensor: a node that saves its own output would otherwise form a
+        # reference cycle. The alias shares the version of ``tensor``. None after the copy.
         self.tensor: Tensor | None = tensor.detach()
         self._version = version_of(tensor)
         self._spec = tensor._spec if isinstance(tensor, DTensor) else None
@@ -146,7 +147,7 @@ class _Region:
         self._offloader = offloader
         self._block = block
         self._shared = shared
-        # Both are kept alive by the graph only. A storage that is in use has a unique number.
+        # Only the autograd graph keeps both alive. A storage that is in use has a unique number.
         self._saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._memories: weakref.WeakValueDictionary[int | None, _Memory]
         self._memories = weakref.WeakValueDictionary()
@@ -164,7 +165,7 @@ class _Region:
         number = storage_of(part)
         if part.untyped_storage().nbytes() < MIN_BYTES or number in self._shared:
             return tensor
-        # Also groups inside of the block may have gathered their parameters since its start.
+        # Groups inside the block may have gathered their parameters since the start of the block.
         kept = chain(self._block.parameters(), self._block.buffers())
         if any(storage_of(each) == number for each in kept):
             return tensor

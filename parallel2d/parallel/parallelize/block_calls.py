@@ -19,12 +19,13 @@ from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message
-# Of torch's error for a change in place of an argument of a module, of which torch makes a view
+# Part of torch's error for an in-place change of an argument of a module: hooks make a view of the
+# argument
 _CHANGED_VIEW = "RegisterPostBackwardFunction is a view and is being modified inplace"
 
 
 class MixedTensorsError(RuntimeError):
-    """A plain tensor met a sharded one."""
+    """An operation with a plain tensor and a sharded tensor."""
 
 
 def prepare_block_calls(model: nn.Module) -> None:
@@ -57,7 +58,8 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
             return call(*args, **kwargs)
         except RuntimeError as error:
             is_mixed = isinstance(error, MixedTensorsError) or MIXED in str(error)
-            # Inside a forward of the module its parameters are unsharded: another cause.
+            # Inside a forward of the module its parameters are unsharded, so the error has another
+            # cause.
             if runs_forward(module) or not is_mixed:
                 raise
             raise RuntimeError(
@@ -109,7 +111,8 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module, is_alone: bool) 
 
     @functools.wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        # Inside a running call, or inside a method that gathers the parameters, run it directly.
+        # Inside a running call, or inside a method that gathers the parameters, run ``forward``
+        # directly.
         if not (given or (is_alone and runs_forward(module))):
             return module(*args, **kwargs)
         try:

@@ -47,7 +47,7 @@ def bucket_modules(
         stored: storage dtype of each parameter that will not keep its current dtype.
         apart: ids of modules that form a group each under every policy. Modules with only complex
             parameters also form a group each, in a model that has real parameters.
-        conditional: ways of modules that only some ranks run.
+        conditional: settings of modules that only some ranks run.
 
     Raises:
         ConfigError: a module that must form its own group is tied to another module.
@@ -205,7 +205,7 @@ def _check_separate(
     separate: Collection[int],
     fp32: Collection[int],
 ) -> None:
-    """Raise `ConfigError` for a module of ``separate`` that was joined to another one.
+    """Raise `ConfigError` for a module of ``separate`` that was joined to another module.
 
     ``fp32``: ids of the modules that the user chose by ``precision.fp32_modules``.
     """

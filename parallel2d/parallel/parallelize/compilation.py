@@ -149,7 +149,7 @@ def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
-        # The message lists the back ends for users, without the many for debugging torch.
+        # The message lists the backends for users, without the backends for debugging torch.
         usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
     if shape.context > 1:

@@ -28,8 +28,8 @@ from parallel2d.parallel.parallelize.context_attention import (
     attend_to_slices,
 )
 
-# Path of a tensor among a block's arguments, or the call of attention that takes or returns the
-# tensor
+# Path of a tensor in the arguments of a block, or in the arguments or the result of an attention
+# call
 Path = tuple[Any, ...]
 
 
@@ -107,7 +107,8 @@ class SplitBlock:
 
     def intercept(self) -> None:
         """Redirect the block's calls of attention to `attention`; inside of recomputed code."""
-        # Looked up late: sharding changes the class, and transformers' classes may recompute.
+        # Looked up at each call: sharding changes the class later, and classes of transformers may
+        # recompute.
         given = vars(self.module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Float8 training of Linear layers inside blocks, by torchao: `convert_to_float8`.
 
-Weights stay stored in `precision.storage` and are gathered in `precision.param`. They are scaled
-and cast around each matrix product.
+Weights stay stored in `precision.storage` and are gathered in `precision.param`. Each matrix
+product scales the weights and casts them to float8.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def convert_to_float8(
     if precision.float8 == "none":
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
-    # Kept until the end, so that no new layer has the id of an old one.
+    # The old layers are kept until the end, so that no new layer gets the id of an old layer.
     layers: list[tuple[str, nn.Linear, bool]] = []
     for block_name, block in blocks:
         for name, module in block.named_modules(prefix=block_name):
@@ -102,7 +102,7 @@ def convert_to_float8(
         recipe = dataclasses.replace(recipe, emulate=True)
 
     def is_wanted(module: nn.Module, _name: str) -> bool:
-        # By identity: torchao passes names relative to the block.
+        # Compare modules by identity, because torchao passes names relative to the block.
         return id(module) in chosen
 
     # Block by block: a Linear outside of the blocks, such as the model's head, is not converted.

@@ -171,7 +171,7 @@ class Layout:
     equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
     whole: tuple[ParameterShape, ...]  # replicated parameters: without dimensions, or ignored
     buffer_bytes: int  # of all buffers, which are replicated too
-    # Ways of the modules that only some ranks run, by name
+    # Settings of the modules that only some ranks run, by name
     conditional: Mapping[str, str | Always] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -367,7 +367,8 @@ class _Collector:
     def _take(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> tuple[ParameterShape, ...]:
-        """Return the sharded parameters of ``modules``, and add the replicated ones to `whole`."""
+        """Return the sharded parameters of ``modules``, and add the replicated parameters to
+        `whole`."""
         found: list[ParameterShape] = []
         for module in modules:
             for parameter in module.parameters():
@@ -386,11 +387,11 @@ class _Collector:
         local = list(parameter.shape)
         if dim is not None:
             local[dim] = -(-local[dim] // self.tensor)
-        # Without a dtype in the policy, parameters are gathered in their storage dtype, and
-        # gradients reduced in the dtype that autograd returns.
+        # If the policy has no dtype, parameters are gathered in their storage dtype, and gradients
+        # are reduced in the dtype that autograd returns.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
-        # Those without a fractional part, and complex ones, are never cast.
+        # Integer and complex parameters are never cast.
         if not stored.is_floating_point:
             gathered = stored
         reduced = policy.reduce_dtype or gathered

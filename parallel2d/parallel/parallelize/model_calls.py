@@ -86,7 +86,7 @@ def _mark_pickle(tensor: DTensor) -> None:
 
 
 def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Run after ``state_dict``: its tensors are other objects than the parameters."""
+    """Run after ``state_dict``, whose tensors are not the parameter objects."""
     for value in state.values():
         if isinstance(value, DTensor):
             _mark_pickle(value)
@@ -119,7 +119,7 @@ def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
 
     torch would refuse these tensors one by one.
     """
-    if prefix:  # the state belongs to another model around this one
+    if prefix:  # the state belongs to another model around this model
         return
     for name, parameter in model.named_parameters():
         value = state.get(name)
@@ -214,7 +214,8 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
     """
     kind = type(model)
 
-    # Not a property: torch replaces the AttributeError of a property, and a property hides a child.
+    # A property does not work here: torch replaces its AttributeError, and a property hides a child
+    # module of the same name.
     def find(self: Any, name: str) -> Any:
         try:
             return super(kind, self).__getattr__(name)
@@ -225,7 +226,7 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
             raise AttributeError(f"{problem}; use model") from error
 
     # A module may create modules of its class, such as a slice of a sequence. As in FSDP, these
-    # have the plain class.
+    # modules have the plain class.
     def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = kind(*args, **kwargs)
         return made

@@ -55,7 +55,7 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         set_asynchronous_gathers(model, True)
     ended: list[Group] = []  # groups of the running forward, in the order of their ends
     engine = engine_of(model)
-    # Groups without an all-gather, which only some ranks may run
+    # Groups without an all-gather: modules that only some ranks may run
     left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
     # An empty chain would select torch's default, which is one group ahead in backward, by torch's
     # record of forwards. The record has the groups of `left_out` on some ranks only, and these
@@ -130,7 +130,7 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 
 
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
-    """Return the groups in the order of the begins of their forwards.
+    """Return the groups in the order in which their forwards begin.
 
     A group begins before the groups inside it, and ends after them.
     """
@@ -164,8 +164,8 @@ def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
 def _drop_unused(model: nn.Module) -> None:
     """Drop parameters that a forward without gradients has prefetched and not used.
 
-    The next forward would take the outdated values for current ones. After a forward with
-    gradients torch drops them at the end of backward.
+    The next forward would use the outdated values. After a forward with gradients torch drops them
+    at the end of backward.
     """
 
     def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -156,7 +156,8 @@ def synchronize(
     for group in groups:
         if group.modules[0] in replicated:
             group.replicated_over = mesh.get_group("shard")
-    # Their gradients are final at the end of a global batch: they must not delay other buckets.
+    # The gradients of ``replicate`` modules are final at the end of a global batch, and must not
+    # delay other buckets.
     groups.sort(key=lambda group: group.replicated_over is not None)
     for group in groups:
         is_alone = shard_ranks == 1 or group.replicated_over is not None

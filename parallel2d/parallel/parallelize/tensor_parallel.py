@@ -17,8 +17,8 @@ of module names to a torch ``ParallelStyle`` or to a word:
                        rowwise, with unsplit input: follows colwise_gather_output
     embedding_rowwise  rowwise, of an Embedding
 
-The last four words are those of Hugging Face plans. A layer under a word takes and returns unsplit
-activations, except between a colwise Linear and its rowwise Linear.
+The last four words come from Hugging Face plans. A layer with one of these words takes and returns
+unsplit activations, except between a colwise Linear and its rowwise Linear.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
         modules = {}
         for module, _ in group:
             modules[names[id(module)]] = module
-        # A module that is replicated on purpose requires nothing of the others.
+        # A module that is replicated on purpose imposes nothing on other modules.
         split = {words.get(name, "replicate") for name in modules} - {"replicate"}
         if split and split <= {"colwise", "colwise_gather_output"}:
             for name, module in modules.items():

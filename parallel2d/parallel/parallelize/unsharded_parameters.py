@@ -83,9 +83,9 @@ class UnshardedParameters:
             for each in self.groups:
                 each.refuse_set_data()
         for each in self.groups:
-            # An earlier forward with a pending backward has left the parameters unsharded. They
-            # hold the values before the update. They are released here so that this forward
-            # gathers the updated local shards; FSDP would otherwise skip the all-gather.
+            # An earlier forward with a pending backward has left the parameters unsharded. These
+            # parameters have the values before the update. FSDP would skip the all-gather, so the
+            # parameters are released here, and this forward gathers the updated local shards.
             if each.take_updates() and each.awaits_backward:
                 each.group.release()
 
@@ -93,7 +93,7 @@ class UnshardedParameters:
         """Run after a forward of the model."""
         if torch.is_grad_enabled() or in_backward():
             return
-        # No backward follows: code that reads parameters now gets the sharded ones.
+        # No backward follows: code that reads parameters now gets the sharded parameters.
         for each in self.groups:
             if not each.awaits_backward:
                 each.group.release()
@@ -101,7 +101,8 @@ class UnshardedParameters:
     def changed(self) -> Iterator[FSDPGroup]:
         """Yield the groups that were changed between a forward and its pending backward.
 
-        Their modules hold the sharded parameters again, instead of the outdated unsharded ones.
+        After this call their modules hold the sharded parameters, because the unsharded parameters
+        are outdated.
         """
         for each in self.groups:
             if each.awaits_backward and each.take_updates():

@@ -41,10 +41,10 @@ from parallel2d.parallel.model_structure import direct_parameters, fqn_of, join_
 from parallel2d.parallel.weights.initial_values import initializer_of, is_unset, no_initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 
-# Names of tensor methods: methods that draw, and all methods that write
+# Names of tensor methods: methods that draw random values, and all methods that write
 _DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _WRITES = re.compile(r"__setitem__|(?!requires_grad_|detach_|share_memory_)[a-z]\w*_")
-# The first two run again when values are drawn; the third casts and moves.
+# The first two functions run again when values are drawn; the third function casts and moves.
 _NOT_ITS_OWN = ("reset_parameters", "_reset_parameters", "_apply")
 
 # Attributes of modules: the `_Call` that built it, and the last writing `_Call` per parameter
@@ -75,8 +75,8 @@ _NO_CALL = _Call()  # writer of parameters outside of all constructors
 def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
     """Register parameters on the meta device inside. Yield the modules that are built, in order.
 
-    Buffers stay real, so that tables of a constructor are correct without a second computation. The
-    memory of one parameter is used at a time.
+    Buffers are not on meta, so that tables of a constructor are correct without a second
+    computation. At most one parameter has memory at a time.
 
     A Python profile function (`sys.setprofile`) sees the calls of constructors: torch has hooks for
     the registration of parameters, but none for the construction of modules. A running profiler is

@@ -1,9 +1,9 @@
 """Tensors of a model and its optimizer by fully qualified name (FQN), equal on every layout.
 
-[Note: master values] Some synchronization methods compute with other values than the values of the
-run. With ``sync=diloco`` each replica has different parameters, and with split updates in bf16 all
-replicas compute with rounded parameters. The method keeps the values of the run as master values,
-in addition to the parameters (`MasterValues`).
+[Note: master values] Some synchronization methods compute with values that differ from the values
+of the run. With ``sync=diloco`` each replica has different parameters, and with split updates in
+bf16 all replicas compute with rounded parameters. The method keeps the values of the run as master
+values, in addition to the parameters (`MasterValues`).
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def register_meeting(model: nn.Module, meeting: Callable[[str], None]) -> None:
 
 
 def meet(model: nn.Module, point: str) -> None:
-    """Wait until all ranks that share parameters of ``model`` have come to ``point``; see
-    [Note: one order of collectives]. Collective. Raises `ConfigError` if one does something else.
+    """Wait until all ranks that share parameters of ``model`` have reached ``point``; see [Note:
+    one order of collectives]. Collective. Raises `ConfigError` if a rank is at another point.
     """
     found = dict.fromkeys(_meetings[each]() for each in model.modules() if each in _meetings)
     for meeting in found:
@@ -116,7 +116,8 @@ def part_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free unsharded parameters after a forward without backward, and restore the sharded ones."""
+    """Free unsharded parameters after a forward without backward, and restore the sharded
+    parameters."""
     for module in model.modules():
         # `reshard` is not recursive: each module frees the parameters of its own group.
         if isinstance(module, FSDPModule):
@@ -162,7 +163,8 @@ def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def refuse_extra_state(model: nn.Module, what: str) -> None:
-    """Raise `ConfigError` if a module of ``model`` has extra state, which ``what`` would lose."""
+    """Raise `ConfigError` if a module of ``model`` has extra state, which the operation ``what``
+    would lose."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ConfigError(
@@ -243,7 +245,7 @@ def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return FQN -> parameter, or its owned part, for each one that ``optimizer`` steps.
+    """Return FQN -> parameter, or its owned part, for each parameter that ``optimizer`` steps.
 
     They are in the order of the model.
     """
@@ -275,9 +277,10 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Share the state of an optimizer that holds it on some ranks only, before it is read.
+    """Send the state of ``optimizer`` to ranks that lack it, before the state is read.
 
-    These are the optimizers of `parallel2d.whole_matrices`; the call is collective then.
+    Only optimizers of `parallel2d.whole_matrices` hold state on some ranks only; for them the call
+    is collective.
     """
     spread = getattr(optimizer, "spread_state", None)
     if spread is not None:
@@ -300,7 +303,8 @@ def drop_state(
     if forget is not None:
         forget(parameters.values())
     for name, parameter in parameters.items():
-        # In place: `join_optimizers` shares the entries of its optimizers.
+        # Change the entries in place, because `join_optimizers` shares the entries of its
+        # optimizers.
         entries = optimizer.state.get(parameter, {})
         for key in entries.keys() - set(loaded.get(name, ())):
             del entries[key]
@@ -332,7 +336,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     for name, parameter in trained_parameters(model, optimizer).items():
         names[id(parameter)] = name
         entries = optimizer.state.get(parameter, {})
-        # Tensors are in `optimizer_tensors`; other types are not saved.
+        # `optimizer_tensors` returns the tensors; other types are not saved.
         plain = {}
         for key, value in entries.items():
             if isinstance(value, SCALARS):

@@ -116,7 +116,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     headers = read_headers(path)
     plain, adapted = adapters.base_of(model)
     # Prefix of the base's names in a ``transformers`` model with a head, and in this model. The
-    # latter is "" for a model without a head, which is all base.
+    # second prefix is "" for a model without a head, because the complete model is the base.
     name = getattr(plain, "base_model_prefix", None) or ""
     prefix = f"{name}."
     base = prefix if isinstance(getattr(plain, name, None), nn.Module) else ""
@@ -133,7 +133,8 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
             if target.spellings:
                 missing.append(target.names[0])
             continue
-        # A tied parameter may be stored under each name: one is read, and all count as read.
+        # A tied parameter may be stored under each of its names: one tensor is read, and all names
+        # count as read.
         read.update(chain.from_iterable(stored[name].parts for name in names))
         found.update(target.names)
         value = stored[names[0]]
@@ -144,7 +145,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
         else:
             problem = f"has shape {value.shape}, the model's is {shape}"
             problems.append(f"{printable(names[0])} {problem}")
-    # All of the base is required, except adapters that the caller fills.
+    # All parameters of the base are required, except adapters that the caller fills.
     required = [name for name in missing if name.startswith(adapted + base)]
     problems += _lacking(model, required, fresh, targets)
     if problems:
@@ -155,7 +156,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
 
 def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
-    # The rest is a new head and adapters, which have initial values.
+    # Only a new head and adapters remain, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
     if unread:
@@ -193,7 +194,8 @@ def _lacking(
     left_to_caller: set[str] = set()
     for pattern in fresh:
         matching = fnmatch.filter(names, pattern)
-        # Otherwise a misspelt pattern would show as a missing parameter, or not at all.
+        # Without this error, a misspelt pattern would be reported as a missing parameter, or not at
+        # all.
         if not matching:
             raise ConfigError(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
@@ -331,5 +333,5 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
             wanted: Any = kept.intersect(piece)  # never None: rows that this rank needs
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
-            # Freed before the next piece is read, so that only one is held.
+            # Freed before the next piece is read, so that only one piece is in memory.
             del values

@@ -4,10 +4,10 @@
 `load_sharded_state` and `load_state` load them. `Checkpointer` writes states that outlive the
 process.
 
-``torch.distributed.checkpoint.state_dict`` is not used. To read an optimizer's state, its functions
-run a step if the state is empty, and they do not find parameters that a replica updates in part. To
-set a state, they send a pickle, give every rank each unsharded parameter, and may find a mismatch
-after they have written some tensors.
+``torch.distributed.checkpoint.state_dict`` is not used. Its functions for reading run an optimizer
+step if the state is empty, and do not find parameters that a replica updates in part. Its functions
+for loading send a pickle, give every rank each unsharded parameter, and may find a mismatch after
+writing some tensors.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def _load(
     new_settings: list[Settings] = []
     described: dict[str, dict[str, Any]] = {}
     if source is None or dist.get_rank() == source:
-        # All problems at once, because a state of another model has many.
+        # All problems are collected first, because the state of another model has many.
         tensors, problems = _match_model(model, state)
         if optimizer is not None:
             given = state.get("optimizer")
@@ -386,7 +386,7 @@ def _match_optimizer(
 ) -> tuple[Entries, list[Settings], list[str]]:
     """Return entries of ``state`` by FQN, new settings per group of ``optimizer``, and problems.
 
-    Settings are {} for a group that keeps its own.
+    Settings are {} for a group that keeps its current settings.
     """
     if state is None:
         return {}, [], ["it has no optimizer"]
@@ -496,7 +496,7 @@ def new_state_tensor(
     device = torch.device("cpu")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        # By id, since `in` would compare the values of tensors.
+        # Compare ids, because `in` would compare the values of tensors.
         on_device = on_device or (shares_state and shape)
         if on_device and id(parameter) in map(id, group["params"]):
             device = parameter.device

@@ -149,7 +149,7 @@ class _Tokens:
                 )
 
     def check_like(self, training: _Source) -> None:
-        """Raise `ConfigError` for another tokenizer than that used for the training data."""
+        """Raise `ConfigError` if the tokenizer differs from the tokenizer of the training data."""
         if self.tokenizer[1] != training.tokenizer[1]:
             raise ConfigError(
                 f"prepared with the tokenizer {self.tokenizer[0]}, the training data with "

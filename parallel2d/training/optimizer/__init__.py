@@ -124,7 +124,8 @@ def _new_optimizer(
 def _custom_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of ``config.target``. Raises `ConfigError` if it cannot train."""
+    """Build the optimizer of ``config.target``. Raises `ConfigError` if this optimizer cannot
+    train."""
     assert config.target is not None
     what = f"optimizer.target={config.target}"
     optimizer = call_reference("optimizer.target", config.target, groups, **config.arguments)

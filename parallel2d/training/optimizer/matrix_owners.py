@@ -3,15 +3,15 @@
 
 [Note: one owner per matrix] The axes of the mesh are taken from the inside out: tensor, shard, and
 with ``hybrid_full`` replicate. With the other strategies each replica has its own owners, so that
-nothing crosses the slow network. An axis either splits a matrix, that is, the part that the axes
-before it have left, or its ranks hold copies. To gather, the axes that split the matrix are taken
-in reverse order: the ranks of each such axis send their parts to the rank at the owner's position
-on it; of copies, only the copy at the owner's position is sent. To scatter, the axes are taken in
-their order: the rank at the owner's position sends every rank of the axis its part, or a copy. Each
-of these steps is one all-to-all for all matrices of a round, in the mesh's own process group of the
-axis, so that the bytes over each axis are counted as usual.
+nothing crosses the slow network. Each axis either splits the part of a matrix that the inner axes
+have left, or its ranks hold copies of this part. To gather, the axes that split the matrix are
+taken in reverse order: the ranks of each such axis send their parts to the rank at the owner's
+position on it; of copies, only the copy at the owner's position is sent. To scatter, the axes are
+taken in their order: the rank at the owner's position sends every rank of the axis its part, or a
+copy. Each of these steps is one all-to-all for all matrices of a round, in the mesh's own process
+group of the axis, so that the bytes over each axis are counted as usual.
 
-Owners, rounds and the order of collectives follow only from shapes, and are therefore equal on all
+Owners, rounds and the order of collectives depend only on shapes, and are therefore equal on all
 ranks. Work is assigned in decreasing order of cost to the rank with the least work so far. In a
 round an owner holds at most `ROUND_BYTES` of unsharded matrices, or a single matrix. In a batch of
 results a rank receives at most `BATCH_BYTES`, or its part of a single matrix. Parts are padded to

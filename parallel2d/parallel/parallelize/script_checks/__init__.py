@@ -1,8 +1,8 @@
 """Checks that find errors of a training script in its first steps: `check_script`.
 
 The checks are active during the first steps of a model's optimizers (``checks.steps``). Afterwards
-all hooks and modes are removed. A write to a parameter may show only on the ranks with the written
-local shard: if a backward pass follows, the agreement of its ranks notifies the other ranks.
+all hooks and modes are removed. A write to a parameter may be visible only on the ranks with the
+written local shard. If a backward pass follows, its status all-reduce notifies the other ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_script(
     # The hook keeps the checks alive, so they end with the model.
     handles.append(model.register_forward_hook(checks.forget_step))
     _checks.append(weakref.ref(checks, _end))
-    # With a context axis, a torch function mode intercepts attention. It would not see calls below
-    # another mode, so the script mode is not used there.
+    # With a context axis, a torch function mode intercepts attention. This mode would not see calls
+    # below another mode, so the script mode is not used.
     if mesh_shape(mesh).context == 1:
         function_mode.activate(_changed_groups)
 
@@ -80,7 +80,7 @@ class _ScriptChecks:
             mode.stepping = None
 
     def count_step(self, stepped: set[int]) -> bool:
-        """Count a step of the parameters with the ids ``stepped``. Return True at the last one."""
+        """Count a step of the parameters with the ids ``stepped``. Return True at the last step."""
         ours = []
         for gathered in self.gathered.groups:
             for each in gathered.group.parameters:
@@ -154,7 +154,7 @@ def _deactivate_unused(freed: weakref.ref[_Cycle] | None = None) -> None:
 
 
 def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuse trained parameters outside of all models in one optimizer with sharded ones."""
+    """Refuse trained parameters outside of all models in one optimizer with sharded parameters."""
     if not _checks:
         return
     others: list[Tensor] = []

@@ -112,7 +112,7 @@ class _Audit:
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self.compares_values = number & (number - 1) == 0
-        # No backward pass has run that would notify the other ranks.
+        # A backward pass, which would notify the other ranks, has not run.
         if self.engine.fault and not self.engine.pending:
             raise RuntimeError(self.engine.fault)
 
@@ -181,9 +181,9 @@ class _GroupAudit:
         assert whole is not None
         values: Tensor | None = None
         local = part_of(whole).detach()
-        # Tensor subclasses with a custom all-gather have other values.
+        # The unsharded values of tensor subclasses with a custom all-gather differ.
         if self._audit.compares_values and type(local) is Tensor:
-            # Only this rank's part: the other ranks compare theirs.
+            # Only this rank's local shard: each rank compares its own shard.
             flat = local.reshape(-1)[parameter.start :][: parameter.local_size.numel()]
             values = flat.clone().view(torch.uint8)
         return version_of(whole), storage_of(whole), values
@@ -225,7 +225,7 @@ class _ArgumentAudit:
         self._frees = frees
         # Ids of containers in the arguments of the running calls
         self._given: list[set[int]] = []
-        # The defaultdicts in the arguments of the last one
+        # The defaultdicts in the arguments of the last running call
         self._defaults: list[Any] = []
         # Containers that the last call received, their entries, and True if the caller holds them
         self._received: list[tuple[Any, Any, bool]] = []
@@ -248,7 +248,7 @@ class _ArgumentAudit:
         containers = list(_containers_in([*args, *kwargs.values()]))
         self._given.append(set(map(id, containers)))
         self._defaults = [each for each in containers if isinstance(each, defaultdict)]
-        # Torch would fail to copy it.
+        # torch would fail to copy this container.
         if torch.is_grad_enabled() and trained_tensors_in(self._defaults):
             raise self._defaultdict()
 
@@ -256,7 +256,7 @@ class _ArgumentAudit:
         own = self._given[-1]
         containers = list(_containers_in([*args, *kwargs.values()]))[1:]
         self._received = [(each, _entries(each), id(each) in own) for each in containers]
-        # Torch makes plain dicts of them where it casts.
+        # torch replaces a defaultdict by a plain dict when it casts tensors.
         if len(self._defaults) > sum(isinstance(each, defaultdict) for each in containers):
             raise self._defaultdict()
 
@@ -304,7 +304,8 @@ class _Same:
 
 def _containers_in(value: Any) -> Iterator[Any]:
     """Yield the containers in ``value``, recursively, outer containers first."""
-    # Those of which `fully_shard` makes copies where it casts, or where they hold gradients
+    # Containers that `fully_shard` copies, because it casts tensors or because tensors need
+    # gradients
     is_copied = isinstance(value, list | dict | set) or is_dataclass_object(value)
     if is_copied:
         yield value

@@ -55,7 +55,7 @@ class CastQuantizer:
         """
         if sent.device.type != "cpu":
             return sent.sum(0, dtype=dtype).div_(len(sent))
-        # In sequence: torch's sum uses another order for some sizes.
+        # Add in sequence, because torch's sum uses another order for some sizes.
         return mean_of([self.dequantize(each, dtype) for each in sent])
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:

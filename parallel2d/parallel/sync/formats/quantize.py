@@ -3,12 +3,12 @@
 [Note: block codes] The scale of a block is its largest finite magnitude divided by the largest
 code. A value is rounded to one of the two codes around it, at random, so that the mean of the
 result is the value (stochastic rounding). The error of a value is below the scale of its block. The
-codes above the largest code stand for infinities and NaN, so that a step that must be refused is
-refused.
+codes above the largest code represent infinities and NaN, so that a step with non-finite gradients
+is detected and skipped.
 
 A message holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
-depend only on a key and a position. They are equal on CPU and GPU and for every split of a tensor;
-a generator would have a state.
+depend only on a key and a position. The numbers are equal on CPU and GPU and for every split of a
+tensor. A generator would have a state, and could not guarantee this.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class BlockQuantizer:
             places = None if self._noise is None else self._noise.places
             return fused_quantize.quantize(rows, places, first, stage, self._format.bits)
         if self._noise is None:
-            # 0.5 before rounding down is rounding to the nearest.
+            # Adding 0.5 before rounding down rounds to the nearest code.
             return self._format.quantize(rows, 0.5)
         return self._format.quantize(rows, self._noise.numbers(first, first + len(rows), stage))
 
@@ -148,7 +148,7 @@ class BlockQuantizer:
     def places(self, replicas: int) -> tuple[Tensor, int]:
         """Return the permutation that distributes the blocks to ``replicas``; see `owners_of`.
 
-        The new position of each block, and the number of positions per replica.
+        Returns the new position of each block, and the number of positions per replica.
         """
         dealt_to: list[numpy.ndarray] = []
         for count, piece in zip(self._counts, self._pieces, strict=True):

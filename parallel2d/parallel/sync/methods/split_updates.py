@@ -7,9 +7,10 @@ rows are all-gathered over the replicas (`OwnedParameters.after_update`). This s
 as an all-reduce of the gradients, and divides the optimizer state by the number of replicas.
 
 Owned rows are views of the sharded parameters. If updates are sent in a narrower dtype, owned rows
-are separate tensors with unrounded values, and all replicas compute with rounded values. Writes of
-a script to parameters are adopted: the rows of parameters are compared with the rows of the last
-exchange. Parameters are sent in 16 bits if gradients have fewer bits.
+are separate tensors with unrounded values, and all replicas compute with rounded values. If a
+script writes to parameters, the owned rows adopt the new values: the rows of parameters are
+compared with the rows of the last exchange. Parameters are sent in 16 bits if gradients have fewer
+bits.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class _Form(NamedTuple):
 
 @dataclass
 class ScatterToOwners(RoundedReduction):
-    """Reduction of the gradients of a bucket to the replicas that own them; the others are freed.
+    """Reduction of the gradients of a bucket to the replicas that own them. All other gradients are
+    freed.
 
     As in [Note: rounded exchange], each replica sends its contributions in the bucket's format, and
     the owner adds them in fp32 at least, in the order of the replicas. Gloo's reduce-scatter costs
@@ -171,7 +173,7 @@ class ScatterToOwners(RoundedReduction):
                 dtypes = []
                 for parameter in form.parameters:
                     dtypes.append(parameter.final_dtype.to_real())
-                # One cast of all, and a second one where parameters have different dtypes.
+                # All rows are cast at once, and again for each parameter with another dtype.
                 widest = functools.reduce(torch.promote_types, dtypes)
                 mean = mean.to(widest, copy=is_received)
                 rows = form.quantized.quantizer.values(mean, form.shapes)
