@@ -84,7 +84,7 @@ def conditional_modules(
             if is_outermost and fnmatch.fnmatchcase(fqn_of(name), pattern):
                 matching.append(name)
         if not matching:
-            near = near_names(pattern, [fqn_of(name) for name in named])
+            near = near_names(pattern, list(map(fqn_of, named)))
             raise ConfigError(
                 f"conditional: {pattern} is not a module of {type(model).__name__}{near}"
             )
