@@ -36,7 +36,7 @@ from parallel2d.parallel.chunked_loss import (
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.model_structure import class_name, find_blocks, fqn_of
+from parallel2d.parallel.model_structure import by_fqn, class_name, find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import part_of, reshard, undisturbed
 
 _COMPARED = 480  # compared tokens of the first batch; a multiple of usual sizes of the tensor axis
@@ -223,9 +223,7 @@ class ChunkedHead:
         self.chunk = chunk
         self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
-        by_name = {}
-        for path, each in model.named_modules():
-            by_name[fqn_of(path)] = each
+        by_name = by_fqn(model.named_modules())
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
             raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")

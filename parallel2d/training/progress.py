@@ -137,11 +137,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
 
 def _unmet(*checks: tuple[bool, str]) -> list[str]:
     """Return the sentences of the failed checks."""
-    found: list[str] = []
-    for holds, problem in checks:
-        if not holds:
-            found.append(problem)
-    return found
+    return [problem for holds, problem in checks if not holds]
 
 
 def _problems_of_scaler(scaler: Any, step: int) -> list[str]:

@@ -131,7 +131,7 @@ def fitting_model(model: Any, device: torch.device, notes: list[str]) -> Any:
 
 
 def _bytes_needed(model: Any) -> float:
-    return 4.0 * _COPIES * sum(each.numel() for each in build_model(model).module.parameters())
+    return 4.0 * _COPIES * sum(map(torch.Tensor.numel, build_model(model).module.parameters()))
 
 
 def free_bytes(device: torch.device) -> float:

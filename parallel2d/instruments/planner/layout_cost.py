@@ -170,7 +170,7 @@ class JobCosts:
         check_parameters(module)
         plan_groups(module, config.optimizer)
         self._sample = _planned_sample(config, self.parts)
-        self._parameters = sum(value.numel() for value in module.parameters())
+        self._parameters = sum(map(torch.Tensor.numel, module.parameters()))
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
         self._places: dict[MeshShape, Mapping[str, GroupPlacement]] = {}

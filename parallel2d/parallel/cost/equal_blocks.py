@@ -120,10 +120,7 @@ def _without_blocks(
             modules = stack.container._modules
             items = list(modules.items())
             run = items[stack.first : stack.first + stack.count]
-            chosen = []
-            for number in numbers:
-                chosen.append(run[number])
-            items[stack.first : stack.first + stack.count] = chosen
+            items[stack.first : stack.first + stack.count] = map(run.__getitem__, numbers)
             modules.clear()
             for place, (name, module) in enumerate(items):
                 # Lists find elements by these names; a Sequential may have words as names.

@@ -24,7 +24,13 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, storage_of
 from parallel2d.parallel.mesh import axis_names, has_cpu_backend, mesh_shape, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
-from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    is_called,
+    names_by_id,
+    plain_attributes,
+    tensors_in,
+)
 from parallel2d.parallel.parallelize.float8 import check_float8
 from parallel2d.parallel.weights.named_tensors import stepped_by
 
@@ -145,9 +151,7 @@ def check_parameters(model: nn.Module) -> None:
     The causes are a gradient hook, a second reference to the parameter or its memory, an update by
     the parameter's own module in forward, and a parameter without a size.
     """
-    names = {}
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
+    names = names_by_id(model.named_parameters())
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
             raise ConfigError(

@@ -183,10 +183,8 @@ class _Recorder(TorchFunctionMode):
     def _note_written(self, tensor: Tensor) -> None:
         modules = _constructing()
         if modules is not None:
-            calls = []
-            for module in modules:
-                calls.append(vars(module)[_MADE_BY])
-            self._writers[tensor.untyped_storage()] = next(iter(calls), _NO_CALL)
+            calls = (vars(module)[_MADE_BY] for module in modules)
+            self._writers[tensor.untyped_storage()] = next(calls, _NO_CALL)
 
     def mark_modules(self) -> None:
         """Record the writers of each module's parameters on the module."""

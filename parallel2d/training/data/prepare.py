@@ -401,9 +401,7 @@ def _manifest(
 
 
 def _clean(folder: Path, manifest: Record) -> None:
-    needed = set()
-    for name, _ in store.shard_files(manifest):
-        needed.add(name)
+    needed = dict(store.shard_files(manifest))
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):
             if path.name not in needed:

@@ -596,11 +596,7 @@ def _columns(names: list[str], config: DataConfig) -> list[str]:
     wanted = [config.text_field, "prompt", "completion", "segments"]
     if config.name == "chat":
         wanted = ["messages", "tools"]
-    columns: list[str] = []
-    for name in names:
-        if name in wanted:
-            columns.append(name)
-    return columns
+    return list(filter(wanted.__contains__, names))
 
 
 # Kind of unit -> a function that reads its files in pieces, and a function that parses a piece

@@ -90,10 +90,7 @@ class ModelLoss:
         self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
 
     def _target_name(self, parameters: Container[str]) -> str | None:
-        targets = []
-        for name in TARGET_NAMES:
-            if name in parameters:
-                targets.append(name)
+        targets = list(filter(parameters.__contains__, TARGET_NAMES))
         if len(targets) > 1:
             listed = " and ".join(targets)
             raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
@@ -123,10 +120,7 @@ class ModelLoss:
             values = (*values, document_ids)
         names = self._positions
         # A parameter with a usual name of inputs receives the inputs at any position.
-        known = []
-        for name in _INPUT_NAMES:
-            if name in names:
-                known.append(name)
+        known = list(filter(names.__contains__, _INPUT_NAMES))
         if len(values) == 1 and known:
             names = known
         first = list(self._signature.parameters)[: len(values)]

@@ -81,10 +81,9 @@ class _ScriptChecks:
 
     def count_step(self, stepped: set[int]) -> bool:
         """Count a step of the parameters with the ids ``stepped``. Return True at the last step."""
-        groups = [each.group for each in self.gathered.groups]
         ours = []
-        for group in groups:
-            for each in group.parameters:
+        for gathered in self.gathered.groups:
+            for each in gathered.group.parameters:
                 ours.append(id(updated_as(each.sharded)))
         if self._remaining is None or stepped.isdisjoint(ours):
             return False
@@ -108,8 +107,7 @@ def _active() -> list[_ScriptChecks]:
 def _changed_groups() -> list[FSDPGroup]:
     groups: list[FSDPGroup] = []
     for checks in _active():
-        for group in checks.gathered.changed():
-            groups.append(group)
+        groups += checks.gathered.changed()
     return groups
 
 

@@ -70,11 +70,7 @@ class ErrorFeedback(UpdateFollower):
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
             # Frozen parameters are included, because they may be trained later.
-            kept = []
-            for each in group.parameters:
-                if each.name in names:
-                    kept.append(each)
-            self._parameters |= {each.name: each for each in kept}
+            self._parameters |= {each.name: each for each in group.parameters if each.name in names}
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}

@@ -190,9 +190,7 @@ class ScatterToOwners(RoundedReduction):
         # Gradients are never sent in a wider dtype than their own.
         if comm_format.item_bytes > members[0][1].itemsize:
             comm_format = format_of(members[0][1].dtype)
-        parameters = []
-        for parameter, _ in members:
-            parameters.append(parameter)
+        parameters, _ = zip(*members, strict=True)
         by_owner = list(zip(*(owners.parts(*each) for each in members), strict=True))
         again = any(owners.owned(parameter).grad is not None for parameter in parameters)
         quantized = self.quantized(
@@ -200,10 +198,8 @@ class ScatterToOwners(RoundedReduction):
         )
         (message,) = quantized.contribution(owners.replica, 1)
         quantized.keep_errors()
-        shapes = []
+        shapes, lengths = [], []
         for parts in by_owner:
             shapes.append([part.values.shape for part in parts])
-        lengths = []
-        for each in shapes:
-            lengths.append(comm_format.bytes_of(each) // message.itemsize)
+            lengths.append(comm_format.bytes_of(shapes[-1]) // message.itemsize)
         return _Form(parameters, quantized, lengths, shapes[owners.replica]), message
