@@ -346,7 +346,7 @@ class ChunkedHead:
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
                     f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
-                    "which needs the gradient of all logits, and they never exist at once; remove "
+                    "which needs the gradient of all logits, but only chunks of them exist; remove "
                     "the hook, or set train.loss_chunk=null"
                 )
         apart: AbstractContextManager[None] = nullcontext()

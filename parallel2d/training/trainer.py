@@ -138,7 +138,8 @@ class Trainer(TrainerParts):
             except ReplicaLost:
                 if not self.quorum.needs_all:
                     raise
-                # All replicas roll back at the start of the next step, whatever was decided here.
+                # All replicas roll back at the start of the next step, which discards the decisions
+                # of this step.
                 self.quorum.lose_state()
                 self.upcoming, self.preempted = self._no_batch(), False
             except Exception as error:

@@ -169,7 +169,8 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yield the record of each job in order, from an earlier run, from a worker, or made here."""
+    """Yield the record of each job in order. A record comes from an earlier run, a worker or this
+    process."""
     left = []
     for job in jobs:
         if _record(job) is None:
