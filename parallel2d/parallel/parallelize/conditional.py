@@ -18,6 +18,7 @@ collectives would hang. The setting of such a module is one of these:
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,9 +200,7 @@ def separate_modules(
 def check_places(conditional: Conditional, groups: Iterable[Sequence[str]]) -> None:
     """Raise `ConfigError` if an ``always`` module is inside one of ``groups`` other than the root
     group."""
-    names: list[str] = []
-    for group in groups:
-        names.extend(filter(None, group))
+    names = list(filter(None, itertools.chain.from_iterable(groups)))
     for name, way in conditional.items():
         around = [each for each in names if name.startswith(f"{each}.")]
         if isinstance(way, Always) and around:

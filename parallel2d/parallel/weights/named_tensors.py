@@ -238,10 +238,8 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> the tensor that an optimizer updates; see `model_structure.updated_as`."""
-    found: dict[str, nn.Parameter] = {}
-    for name, value in parameters_by_name(model).items():
-        found[name] = updated_as(value)
-    return found
+    found = parameters_by_name(model)
+    return dict(zip(found, map(updated_as, found.values()), strict=True))
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

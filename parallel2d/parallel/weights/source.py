@@ -228,10 +228,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 def _refuse_sparse(model: nn.Module, source: int) -> None:
     """Raise `ConfigError` on every rank if a rank has a sparse tensor. Collective."""
-    sparse = []
-    for name, each in all_tensors(model).items():
-        if each.layout != torch.strided:
-            sparse.append(name)
+    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
     problem = None
     if sparse:
         problem = (

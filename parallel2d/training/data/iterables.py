@@ -148,9 +148,7 @@ class _Lane:
 
     def _take(self) -> list[Any]:
         """Read the window at the iterator, and record the position after it."""
-        samples = []
-        for _ in range(self.size):
-            samples.append(self._following())
+        samples = [self._following() for _ in range(self.size)]
         self._at["window"] += 1
         part = self._part()
         source = None

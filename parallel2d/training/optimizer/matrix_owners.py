@@ -179,9 +179,7 @@ class MatrixRound:
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """Group the matrices that pass this rank's line along an axis by the owner's position on
         it: the owner has this rank's position on all later axes."""
-        found: list[list[OwnedMatrix]] = []
-        for _ in range(self.axes[level].ranks):
-            found.append([])
+        found: list[list[OwnedMatrix]] = [[] for _ in range(self.axes[level].ranks)]
         for matrix in matrices:
             if matrix.owner[level + 1 :] == self._places[level + 1 :]:
                 found[matrix.owner[level]].append(matrix)
@@ -316,10 +314,10 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
     if part.shape == shape:
         return part
     # `pad` takes the last dim first.
-    missing = []
-    for before, after in zip(part.shape, shape, strict=True):
-        missing.append(after - before)
-    return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
+    padding: list[int] = []
+    for before, after in zip(reversed(part.shape), reversed(shape), strict=True):
+        padding += 0, after - before
+    return pad(part, padding)
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:

@@ -138,9 +138,7 @@ class ScatterToOwners(RoundedReduction):
     def start(self, bucket: Bucket) -> list[Wait]:
         """Begin to average the owned rows of the bucket over the replicas."""
         owners = self.residuals
-        begun = []
-        for each in self.by_format(bucket).items():
-            begun.append(self._form(*each))
+        begun = list(itertools.starmap(self._form, self.by_format(bucket).items()))
         # The messages are copies of the buffer. Its memory may be freed on the host now, but the
         # copies may still run on the stream of the buckets.
         keep_until_done(bucket.buffer())
