@@ -307,7 +307,8 @@ def _transform(
     apply_tensor_parallel(model, parameters, layout.tensor_plan)
     stacks = intercept_attention(model, mesh)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
-    compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
+    budget = config.activation_checkpointing.compiler_budget
+    compile_blocks(blocks, config.compile, budget, intercepts=bool(stacks))
     offload_activations(model, blocks, config.activation_checkpointing)
     slice_blocks(stacks)
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)

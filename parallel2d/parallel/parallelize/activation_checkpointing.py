@@ -58,15 +58,31 @@ def checkpoint_activations(
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
         policy = functools.partial(_keep, saved_operators(config.keep))
+        options["context_fn"] = functools.partial(_contexts, policy)
     if config.name == "selective" and config.offloads:
         # Without this, kept results would bypass the offload.
         options["respect_saved_tensors_hooks"] = True
     for name, block in chosen:
-        if config.name == "selective":
-            options["context_fn"] = functools.partial(_contexts, name, policy)
-        run = functools.partial(_run, name, block.forward)
-        block.forward = functools.partial(checkpoint, run, **options)
+        block.forward = _checkpointed(name, block, options)
     return model
+
+
+def _checkpointed(name: str, block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return the checkpointed forward of ``block``.
+
+    Equal blocks share compiled code, because these functions contain no bound method and no
+    partial. torch.compile compiles a function again for other arguments of a partial.
+    """
+    given = vars(block).get("forward")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        forward = given or functools.partial(type(block).forward, block)
+        return _run(name, forward, *args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(run, *args, **options, **kwargs)
+
+    return forward
 
 
 def chosen_blocks(
@@ -101,6 +117,11 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     # Compiled blocks contain no changes in place.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    modes = []
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _KeepingMode):
+            mode.block = name
+            modes.append(mode)
     given, objects = [], []
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, Tensor):
@@ -122,9 +143,8 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
                 "activation_checkpointing recomputes it from its arguments; call the model "
                 "without this argument (for a cache of keys and values: use_cache=False)"
             )
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _KeepingMode):
-            mode.forget(trained_tensors_in(output))
+    for mode in modes:
+        mode.forget(trained_tensors_in(output))
     return output
 
 
@@ -175,10 +195,10 @@ def _keep(
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(name: str, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
-    """Return the contexts of the forward of the block ``name`` and of its recomputation."""
+def _contexts(policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+    """Return the contexts of the forward of a block and of its recomputation."""
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    return _KeepingMode(name, policy, forward.storage), recomputation
+    return _KeepingMode(policy, forward.storage), recomputation
 
 
 class _KeepingMode(_CachingTorchDispatchMode):
@@ -190,9 +210,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
     in-place change. The block then needs as much memory as without in-place changes.
     """
 
-    def __init__(self, name: str, policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
-        super().__init__(policy, storage)
-        self._name = name
+    block = ""  # name of the running block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_mutable(func) and not torch.compiler.is_compiling():
@@ -207,7 +225,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
         gradients of operators that change many tensors in place (foreach)."""
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensor_leaves(args)):
             raise RuntimeError(
-                f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
+                f"{self.block} calls {operator.name().partition('::')[2]}, which has wrong "
                 "gradients with activation_checkpointing=selective: change the tensors one by one, "
                 "or use activation_checkpointing=full"
             )

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config.job import OptimizerConfig
 from parallel2d.base.config.parallel import ParallelConfig
-from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec
 from parallel2d.parallel.model_structure import (
     find_blocks,
@@ -176,7 +175,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         MeshSpec(**self.shape.sizes).refuse_contradiction(self.config.strategy)
-        check_compilation(self.config.compile, self.shape)
+        check_compilation(self.config.compile)
         check_symmetric_memory(self.config.fsdp.symmetric_memory, self.workload.device_type)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 
@@ -280,16 +279,9 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
-    compilation = choose_compilation(
-        config.compile, shape, workload.device_type, has_blocks=bool(blocks)
-    )
+    compilation = choose_compilation(config.compile, shape, workload.device_type, model, blocks)
     sync = config.sync.for_device(workload.device_type)
     config = replace(config, compile=compilation, sync=sync)
-    if config.compile.name != "none" and not blocks:
-        raise ConfigError(
-            f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
-            "their classes in bucketing.blocks"
-        )
     ways = conditional_modules(model, conditional or {}, shape.tensor, config.cpu_offload)
     buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules, ways)
 
