@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.models import adapters
 from parallel2d.parallel.chunked_loss import (
     ELEMENTWISE,
     SYNONYMS,
@@ -165,7 +166,7 @@ def find_head(model: nn.Module) -> str:
         if _is_plain(each):
             linear[id(each)] = fqn_of(name)
     ask = getattr(model, "get_output_embeddings", lambda: None)
-    head = ask()
+    head = adapters.trained_copy(ask())
     if head is not None:
         if id(head) not in linear:
             raise ConfigError(

@@ -226,11 +226,11 @@ class ReferenceReplica:
     """The parameters of one optimizer. ``parameters`` are the expected values, ``weights`` the
     compute weights of the ranks, ``before`` the optimizer's weights before the update."""
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, module: nn.Module, config: OptimizerConfig, seed: int) -> None:
         self.parameters = dict(module.named_parameters())
         self.weights: Tensors = {}
         self.before: Tensors = {}
-        self._optimizer = build_optimizer(module, config)
+        self._optimizer = build_optimizer(module, config, seed=seed)
 
     def update(self, gradients: Tensors, factor: float) -> None:
         """Make one optimizer step with ``gradients`` times ``factor``."""
@@ -258,7 +258,8 @@ class ReferenceRun:
         # One entry per optimizer: one per replica if replicas differ, otherwise one.
         self.replicas: list[ReferenceReplica] = []
         for _ in range(1 if method.replicas_equal else shape.replicate):
-            self.replicas.append(ReferenceReplica(plain_copy(checked), checked.optimizer_config))
+            replica = ReferenceReplica(plain_copy(checked), checked.optimizer_config, checked.seed)
+            self.replicas.append(replica)
         self.sync = ReferenceSync(checked, self.replicas)
         self.plain = PlainModel(checked)
         self.ranks_per_replica = shape.data_ranks // len(self.replicas)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.config.checks import validated
@@ -214,6 +215,8 @@ def _check_references(
     ``names``: FQNs of the model's parameters by id.
     """
     for attribute, value in plain_attributes(module):
+        if _is_computed_in_forward(module, attribute):
+            continue
         for held in tensors_in(value):
             known = ""
             # A frozen parameter that the model does not register is not sharded and stays valid.
@@ -232,6 +235,14 @@ def _check_references(
                     "current value, because sharding replaces parameters; use nn.ParameterList or "
                     "nn.ParameterDict, or ask the module that owns it"
                 )
+
+
+def _is_computed_in_forward(module: nn.Module, attribute: str) -> bool:
+    """Return True for the weight that `torch.nn.utils.spectral_norm` sets before each forward."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm) and hook.name == attribute:
+            return True
+    return False
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

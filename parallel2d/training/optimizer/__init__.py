@@ -51,9 +51,17 @@ _IMPLEMENTATIONS = {
 }
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, seed: int = 0
+) -> torch.optim.Optimizer:
     """Return the optimizer of ``config`` for the trainable parameters of ``model``: a parallelized
     model, or a plain model on one process.
+
+    Args:
+        model: the model.
+        config: the settings.
+        seed: for a plain model, the seed of the rounding of state in low precision. A parallelized
+            model has the seed of `parallelize`.
 
     Raises `ConfigError` for a ``config`` of another type, for values outside their range, for a
     model without trainable parameters, for a pattern in ``config.groups`` without a match, and if
@@ -76,7 +84,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         _log_groups(groups)
         names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         seeds = [engine.keys.seed for engine in engines_in(model)]
-        optimizer = low_precision_optimizer(groups, names, config, seeds[0] if seeds else 0)
+        optimizer = low_precision_optimizer(groups, names, config, seeds[0] if seeds else seed)
     # A plain model on one process has no engines.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)

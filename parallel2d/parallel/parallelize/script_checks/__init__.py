@@ -55,7 +55,7 @@ def check_script(
     # With a context axis, a torch function mode intercepts attention. This mode would not see calls
     # below another mode, so the script mode is not used.
     if mesh_shape(mesh).context == 1:
-        function_mode.activate(_changed_groups)
+        function_mode.activate(_changed_groups, _unsharded_name)
 
 
 class _ScriptChecks:
@@ -109,6 +109,13 @@ def _changed_groups() -> list[FSDPGroup]:
     for checks in _active():
         groups += checks.gathered.changed()
     return groups
+
+
+def _unsharded_name(storage: int) -> str | None:
+    for checks in _active():
+        if storage in checks.gathered.storages:
+            return checks.gathered.storages[storage]
+    return None
 
 
 def _end(reference: weakref.ref[_ScriptChecks]) -> None:
