@@ -124,6 +124,15 @@ def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn
     return adapted
 
 
+def trained_copy(module: Any) -> Any:
+    """Return the copy that is trained in place of a module of ``modules_to_save``; any other
+    ``module`` itself."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict) or len(copies) != 1:
+        return module
+    return next(iter(copies.values()))
+
+
 def _magnitudes(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of each magnitude of DoRA, its parameter, and its layer."""
     for name, layer in model.named_modules():

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from parallel2d.base.runtime import Runtime
     from parallel2d.instruments.parity_check.parity_report import ParityReport
+    from parallel2d.training.metrics.late_ranks import Position
 
 
 def rank_main(words: Sequence[str]) -> int:
@@ -199,7 +200,8 @@ def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
 
 
 def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) -> bool:
-    """Train to the end. Return True if the run was preempted."""
+    """Train to the end. Return True if the run was preempted. Raises `ConfigError` if it has ended
+    for a later start in its run directory."""
     from parallel2d.base.device import attention_kernels, use_tf32
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import rank_signals
@@ -223,7 +225,12 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
         if report is not None and runtime.is_first:
             report.write(run_dir)
         trains = trainer.has_steps()
-        position = recording_steps(identity, trainer.recorder.position)
+        recorded = recording_steps(identity, trainer.recorder.position)
+
+        def position() -> Position:
+            trainer.ownership.send_heartbeat()
+            return recorded()
+
         first = settings.longest_wait
         with HeartbeatMonitor(
             store, identity.rank, hosts, run_dir, first, position, note_waiting
@@ -253,7 +260,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
             trainer.recorder.log(
                 f"nothing to train: the run is at step {step}, train.steps={steps}"
             )
-        elif runtime.is_first:
+        elif runtime.is_first and not trainer.gives_way:
             lines = summarize(
                 # The trainer's configuration has the number of steps of train.epochs.
                 dataclasses.replace(job, config=trainer.config),
@@ -265,6 +272,12 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
             )
             for line in lines:
                 trainer.recorder.log(line)
+        trainer.ownership.release()
+        if trainer.gives_way:
+            raise ConfigError(
+                f"another start of this run takes over {run_dir}: this one has ended; its newest "
+                f"checkpoint is {trainer.checkpointer.newest()}"
+            )
     return trainer.preempted
 
 

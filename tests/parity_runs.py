@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, certify
 from parallel2d.base.config import SyncConfig
@@ -142,7 +143,8 @@ def run(
     tensor_plan: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the parity report of this process group as plain values. ``seed`` seeds the random
-    numbers of all ranks; by default each rank has its own seed.
+    numbers of all ranks; by default each rank has its own seed. ``optimizer`` is a name, and may be
+    followed by the dtype of the state, as in ``adamw bf16``.
     """
     words = dict(parallel)
     if "sync" in words:
@@ -156,7 +158,9 @@ def run(
     drawn = torch.get_rng_state()
     with fault_of(fault, module):
         batch = (tokens[:, :-1], tokens[:, 1:])
-        options = {"optimizer": dataclasses.replace(OPTIMIZERS[optimizer], lr=3e-3), "seed": 2}
+        name, _, dtype = optimizer.partition(" ")
+        settings = dataclasses.replace(OPTIMIZERS[name], lr=3e-3, state_dtype=dtype or "fp32")
+        options = {"optimizer": settings, "seed": 2}
         found = certify(module, mesh, config, loss_of, batch, tensor_plan=tensor_plan, **options)
     untouched = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return {
@@ -170,6 +174,7 @@ def run(
         "table": found.table(),
         "notes": {name: row.notes for name, row in found.parameters.items()},
         "steps": found.steps,
+        "update": max(row.update for row in found.parameters.values()),
     }
 
 
@@ -361,6 +366,27 @@ def _other_weight_decay(_module: Any, put: Put) -> None:
             optimizer.param_groups[0]["weight_decay"] = 0.0
         return optimizer
 
+    put(custom_loop, "build_optimizer", built)
+
+
+@fault("a state in bf16 where it is large")
+def _bf16_state(_module: Any, put: Put) -> None:
+    build_optimizer = custom_loop.build_optimizer
+
+    def round_large(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                local = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
+                if local.numel() >= 500:
+                    local.copy_(local.bfloat16())
+
+    def built(*arguments: Any, **more: Any) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(*arguments, **more)
+        optimizer.register_step_post_hook(round_large)
+        return optimizer
+
+    # The rounded state is used from the third step on.
+    put(checked_steps, "_FEWEST_STEPS", 3)
     put(custom_loop, "build_optimizer", built)
 
 

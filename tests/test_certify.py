@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel2d import ParallelConfig, certify, train
-from parallel2d.base.config import LlamaModel
+from parallel2d.base.config import LlamaModel, PrecisionConfig
 from parallel2d.instruments.parity_check import training_job
 from parallel2d.instruments.parity_check.collective_audit import CollectiveAudit
 from parallel2d.parallel.sync.methods import method_of
@@ -46,6 +46,13 @@ FOUND = {
     "exchanged weights": ("initial weight", "layers.0.experts.0.down.weight", None, None, ""),
     "a frozen parameter that moves": ("update", "layers.0.norm.bias", None, None, "frozen"),
     "another weight decay on one rank": ("copies", "layers.1.gate.weight", "replicate", (1, 3), ""),
+    "a state in bf16 where it is large": (
+        "update",
+        "layers.0.experts.0.up.weight",
+        None,
+        None,
+        "",
+    ),
     "statistics that do not move": ("buffer", "statistics.running_mean", None, (2,), ""),
     "half of an outer step": ("shared weight", "embedding.weight", None, None, ""),
     "other updates than the owners'": ("update", "layers.0.gate.weight", None, None, ""),
@@ -88,7 +95,7 @@ def test_parity_check_covers_every_kind_of_fault():
 LAYOUTS = [
     ("transformer", ZERO, {"strategy": "zero3", "precision": "bf16"}, "adam"),
     ("dropout", HYBRID, {"strategy": "hybrid_full", "precision": "fp16", "sync": {"wire": "int4"}}, "sgd"),
-    ("recurrent", DDP, {"strategy": "ddp"}, "adamw"),
+    ("recurrent", DDP, {"strategy": "ddp"}, "adamw bf16"),
     ("statistics", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "wire": "int4"}}, "adamw"),
     ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"name": "diloco", "fragments": 2, "delay": 2}},
         "adamw"),
@@ -101,6 +108,8 @@ LAYOUTS = [
         "sync": {"during_accumulation": "full"}}, "adamw"),
     ("transformer", HYBRID, {"strategy": "hybrid", "sync": {"during_accumulation": "none"}}, "muon"),
     ("transformer", HYBRID, {"strategy": "hybrid_full"}, "muon"),
+    ("experts", HYBRID, {"strategy": "hybrid_full",
+        "precision": PrecisionConfig("bf16", "bf16", "bf16", "fp32")}, "adamw int8"),
     ("dropout", HYBRID, {"strategy": "hybrid", "activation_checkpointing": "full", "precision": "fp64"},
         "adamw"),
 ]  # fmt: skip

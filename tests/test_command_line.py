@@ -198,7 +198,7 @@ def test_a_sweep_and_a_restarted_torchrun_give_complete_runs_with_equal_losses(f
 
 @pytest.mark.slow
 def test_stopped_run_continues_from_its_checkpoint(folder):
-    """Asked to stop, interrupted, killed; in the end without standard streams."""
+    """Started twice, asked to stop, interrupted, killed; in the end without standard streams."""
     words = [word for word in SMALL if "steps" not in word]
     run = [*words, "checkpoint.every=0", "launch.nproc_per_node=2", "hydra.run.dir=run"]
     metrics = folder / "run" / "metrics.jsonl"
@@ -219,10 +219,22 @@ def test_stopped_run_continues_from_its_checkpoint(folder):
 
         jobs.wait_for(exists)
 
-    launcher = start()
+    first = start()
     wait_for_step(2)
+    launcher = start()  # a second start of the same command: the first saves and gives way
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 2, said
+    saved = max(os.listdir(folder / "run" / "checkpoints"))
+    newest = f"its newest checkpoint is {folder / 'run' / 'checkpoints' / saved}"
+    assert re.search(f"parallel2d: another start .* takes over .*/run: .* {newest}", said)
+    assert "Traceback" not in said
+    step = int(saved.removeprefix("step-"))
+    wait_for_step(step + 2)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
+    assert re.search("another start .* trains in .*; waiting until it has saved and ended", said)
+    assert f"resumed after step {step}" in said
+    assert not (folder / "run" / "takeover.json").exists()
     assert launcher.returncode == 75, said
     saved = max(os.listdir(folder / "run" / "checkpoints"))
     assert f"asked to stop; saved {saved}" in said

@@ -102,11 +102,21 @@ class Drawn(nn.Module):
         self.register_buffer("waves", torch.rand(5), persistent=False)
 
 
+class Computed(nn.Module):
+    """Buffers that the constructor computes from weights."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(dim, dim))
+        self.target = nn.Linear(dim, dim)
+        self.register_buffer("first", self.target.weight.detach().clone())
+
+
 def drawn():
     return Drawn(inner=nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
-MODELS = (Gpt, Modulated, drawn)
+MODELS = (Gpt, Modulated, drawn, Computed)
 LAYOUTS = (
     ("hybrid", {"replicate": 2, "shard": 2}),
     ("zero3", {}),
@@ -153,7 +163,7 @@ def _on_every_layout():
 
 
 def test_constructor_values_equal_one_process_on_every_layout(ranks):
-    assert ranks.run(4, _on_every_layout) == [[[]] * 14] * 4
+    assert ranks.run(4, _on_every_layout) == [[[]] * 18] * 4
 
 
 JOB = (

@@ -188,6 +188,7 @@ def test_throughput_and_mfu_of_a_model_of_matrix_products_are_exact(tmp_path):
         ready_ranks=set(),
         replicas_lost_s=0.0,
         store_ends=False,
+        gives_way=False,
         loss=1.0,
         grad_norm=1.0,
         tokens=batch * seq,

@@ -2,6 +2,7 @@
 by name on every rank.
 """
 
+import copy
 import functools
 import re
 from collections import defaultdict
@@ -155,6 +156,13 @@ def _share(model):
     parallelize(other, build_mesh(MeshSpec(), "zero3"), ParallelConfig(precision="fp64"))
 
 
+KEPT = []  # outside of modules, whose attributes are checked
+
+
+def _keep_rows(linear, *_):
+    KEPT.append(linear.weight.detach()[1:])
+
+
 class Misuse(Training):
     """Misuse in scripts that is refused."""
 
@@ -233,6 +241,28 @@ class Misuse(Training):
         self.step()
         late.backward()
 
+    def read_kept_views(self):
+        """Each way to read the memory of a view names the parameter; its shape is right."""
+        linear = self.model.blocks[0].up
+        hook = linear.register_forward_hook(_keep_rows)
+        self.forward().backward()
+        hook.remove()
+        rows = KEPT.pop()
+        assert rows.detach().shape == torch.zeros_like(rows).shape == (WIDTH - 1, WIDTH)
+        if rows.untyped_storage().nbytes():  # with `ddp` the parameter is never freed
+            rows.sum()
+            return
+        reads = (
+            *(lambda: rows + 1, lambda: torch.stack([rows]), lambda: rows[0], rows.tolist),
+            *(rows.numpy, lambda: repr(rows), lambda: copy.deepcopy(rows), lambda: rows.zero_()),
+            *(lambda: nn.functional.linear(_batch(), rows), lambda: _batch()[:, :1].copy_(rows)),
+        )
+        for read in reads:
+            with pytest.raises(RuntimeError, match=" of blocks.0.up.weight that was kept"):
+                read()
+        self.model(_batch()).sum().backward()
+        rows.sum()
+
 
 WRITTEN = "was written to while it was unsharded"
 MISPLACED = "is not the parameter that parallelize has sharded: torch.func.functional_call"
@@ -283,6 +313,7 @@ REFUSED = {
         HELD.format("view", "the memory of ")),
     "view": (Training.step, {"prepare": functools.partial(_hold, "view")},
         HELD.format("views", "the memory of ")),
+    "kept views": (Misuse.read_kept_views, {}, r"sum\(\) uses a view of blocks.0.up.weight that was kept"),
     "two models": (Training.step, {"prepare": _share}, "head.weight is head.weight of another model"),
 }  # fmt: skip
 
@@ -306,6 +337,10 @@ def _name_group(model):
 
 def _keep_clone(block):
     block.kept = block.up.weight[:2].clone()
+
+
+def _normalize_head(model):
+    nn.utils.spectral_norm(model.head)
 
 
 class Use(Training):
@@ -394,6 +429,7 @@ RIGHT = {
     "inference before training": (Use.infer_first, {}),
     "exception in backward": (Use.fail_in_backward, {}),
     "group by attribute": (Use.skip_group, {"prepare": _name_group}),
+    "spectral norm": (Use.train_twice, {"prepare": _normalize_head}),
     "frozen added": (Use.freeze_one_more, {}),
     "state outside": (Use.state_of_a_parameter, {}),
     "state inside": (
@@ -427,7 +463,11 @@ def _results(strategy):
     ["hybrid", *(pytest.param(each, marks=pytest.mark.soak) for each in ("zero3", "ddp"))],
 )
 def test_misuse_of_parameters_is_correct_or_refused_by_name(ranks, strategy):
-    right = ("number", "row of data", "data of rows", "element") if strategy == "ddp" else ()
+    right = (
+        ("number", "row of data", "data of rows", "element", "kept views")
+        if strategy == "ddp"
+        else ()
+    )
     for told in ranks.run(4, _refusals, strategy):
         for name, (_, _, expected) in REFUSED.items():
             if name in right:

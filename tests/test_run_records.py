@@ -28,8 +28,8 @@ from parallel2d.training.run_directory.end import (
     read_objective,
     summarize,
 )
+from parallel2d.training.run_directory.ownership import OwnershipLock
 from parallel2d.training.run_directory.start import (
-    OwnershipLock,
     Segment,
     accept_start,
     changes_since,

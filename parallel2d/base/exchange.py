@@ -157,23 +157,16 @@ def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     # Gathering needs tensors of one shape: pad with zeros to the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
-    received = []
-    for _ in sizes:
-        received.append(torch.zeros_like(own))
+    received = [torch.zeros_like(own) for _ in sizes]
     dist.all_gather(received, own, group=group)
-    found: list[Tensor] = []
-    for each, size in zip(received, sizes, strict=True):
-        found.append(each[:size])
-    return found
+    return [each[:size] for each, size in zip(received, sizes, strict=True)]
 
 
 def _decoded(received: list[Tensor]) -> list[Any]:
-    data_of_all = []
-    for part in received:
-        data_of_all.append(part.cpu().numpy().tobytes())
-    # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
     found: list[Any] = []
-    for data in data_of_all:
+    for part in received:
+        data = part.cpu().numpy().tobytes()
+        # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
         if data[:1].strip(b"\0"):
             found.append(decode(data))
     return found

@@ -142,8 +142,8 @@ def setup(
 
     The backend is gloo on CPU; with GPUs it is NCCL for GPU tensors and gloo for CPU tensors, and
     the GPU of ``LOCAL_RANK`` becomes the current device. `setup` may be called again after
-    `teardown`. The connection to the store stays open in between, because its address may be taken
-    by then.
+    `teardown`. The connection to the store stays open in between, because another process may take
+    the address of a closed store.
 
     Args:
         timeout_s: seconds that a collective may wait for a late rank after
@@ -153,7 +153,7 @@ def setup(
         host_id: overrides the detected host identity; `parallel2d.build_mesh` derives the ranks of
             each node from it.
         replicas: True if training continues after replicas have failed; see `parallel2d.Replicas`.
-            ``launch run`` starts lost replicas again, on CPU.
+            ``launch run`` restarts failed replicas on CPU.
 
     Raises:
         ConfigError: if a process group exists, for incomplete environment variables, more ranks
@@ -163,7 +163,7 @@ def setup(
     if dist.is_initialized():
         raise ConfigError(
             "setup: a default process group exists already; leave it to setup, or call teardown() "
-            "before a second one"
+            "before the next setup()"
         )
     if first_timeout_s is not None and first_timeout_s < timeout_s:
         raise ConfigError(
@@ -188,7 +188,7 @@ def setup(
     # With accelerators all ranks restart after a failure.
     if replicas and starts_again and devices.accelerator_type() == "cpu":
         if _setups:
-            raise ConfigError("setup(replicas=True): once in a process")
+            raise ConfigError("setup(replicas=True) can be called only once in a process")
         # Launchers read the failed replicas from this store.
         together, store = identity.world_size, _stores[key]
     _setups += 1

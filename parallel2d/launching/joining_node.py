@@ -13,7 +13,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas.events import LATEST, ON, Events
 from parallel2d.launching.rendezvous_round import Launcher, Round, State
 from parallel2d.launching.shared_job import PUBLISHED
-from parallel2d.training.run_directory.start import has_owner
+from parallel2d.training.run_directory.ownership import has_owner
 
 
 class JoiningNode:

@@ -109,7 +109,7 @@ def _limits_of_nccl(
         return
     for name, value in _BLOCKING.items():
         if environment.get(name) == value:
-            yield f"{name}={value} blocks calls of NCCL after a loss; unset it"
+            yield f"{name}={value} blocks calls of NCCL after a failure; unset it"
     local = identity.world_size // identity.nodes
     topology = Topology.equal_hosts(identity.nodes, local)
     groups = resolve_mesh(config, topology).place(topology).flatten(1).T.tolist()
@@ -121,6 +121,6 @@ def _limits_of_nccl(
         # GPUs of one host map memory of their peers. NCCL frees this memory when it revokes a
         # communicator.
         yield (
-            "several GPUs of one host are in one replicate group, which nccl2 cannot lose one by "
-            "one; use launch.replica_backend=gloo, or one replica per node"
+            "several GPUs of one host are in one replicate group, and nccl2 cannot continue if one "
+            "of them fails; use launch.replica_backend=gloo, or one replica per node"
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from parallel2d.base.config.sweep import run_sweep
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.launcher_environment import AGENT, INCARNATION, JOB, RankIdentity
+from parallel2d.training.run_directory.ownership import wait_for_owner
 
 if TYPE_CHECKING:
     from parallel2d.training.metrics.late_ranks import Position
@@ -132,6 +134,8 @@ def _publish_job(
         if record is None:
             return None
         config = config or from_yaml(record["config"])
+        if earlier is None and not config.train.certify_only and not config.plan.dry_run:
+            wait_for_owner(record["run_dir"], _log)
         chosen, mesh_sizes = choose_layout(config, record["words"], identity, sizes)
         text = record["config"] if chosen is config else to_yaml(chosen)
         restarted = earlier is not None
@@ -145,6 +149,10 @@ def _publish_job(
         # error: the other ranks would otherwise report the timeout of the store instead of the
         # error.
         store.set(PUBLISHED, json.dumps(message))
+
+
+def _log(text: str) -> None:
+    print(f"parallel2d: {files.for_terminal(text)}", file=sys.stderr, flush=True)
 
 
 def _first_job(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.models import adapters
 from parallel2d.parallel.chunked_loss import (
     ELEMENTWISE,
     SYNONYMS,
@@ -36,7 +37,7 @@ from parallel2d.parallel.chunked_loss import (
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.model_structure import class_name, find_blocks, fqn_of
+from parallel2d.parallel.model_structure import by_fqn, class_name, find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import part_of, reshard, undisturbed
 
 _COMPARED = 480  # compared tokens of the first batch; a multiple of usual sizes of the tensor axis
@@ -165,7 +166,7 @@ def find_head(model: nn.Module) -> str:
         if _is_plain(each):
             linear[id(each)] = fqn_of(name)
     ask = getattr(model, "get_output_embeddings", lambda: None)
-    head = ask()
+    head = adapters.trained_copy(ask())
     if head is not None:
         if id(head) not in linear:
             raise ConfigError(
@@ -223,9 +224,7 @@ class ChunkedHead:
         self.chunk = chunk
         self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
-        by_name = {}
-        for path, each in model.named_modules():
-            by_name[fqn_of(path)] = each
+        by_name = by_fqn(model.named_modules())
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
             raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")
@@ -348,7 +347,7 @@ class ChunkedHead:
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
                     f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
-                    "which needs the gradient of all logits, and they never exist at once; remove "
+                    "which needs the gradient of all logits, but only chunks of them exist; remove "
                     "the hook, or set train.loss_chunk=null"
                 )
         apart: AbstractContextManager[None] = nullcontext()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
 from parallel2d.parallel.model_structure import updated_as
@@ -110,9 +110,7 @@ def without_partial(gradient: DTensor) -> DTensor:
     """Return ``gradient`` with partial sums reduced; collective if any sum is partial."""
     if not any(map(Placement.is_partial, gradient.placements)):
         return gradient
-    whole = []
-    for each in gradient.placements:
-        whole.append(Replicate() if isinstance(each, Partial) else each)
+    whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
     return gradient.redistribute(placements=whole)
 
 

@@ -185,11 +185,11 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
     an engine has separate groups, and `DTensor` uses the groups of an earlier mesh that is equal to
     this mesh.
     """
-    found = {}
-    for axis in axis_names(mesh):
-        found[group_of(mesh, axis)] = axis
+    found: dict[dist.ProcessGroup, str] = {}
     by_ranks: dict[tuple[int, ...], str] = {}
-    for group, axis in found.items():
+    for axis in axis_names(mesh):
+        group = group_of(mesh, axis)
+        found[group] = axis
         # If several axes have the same ranks, the first of these axes shards the parameters.
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
     for group in filter(None, [reference() for reference in _axis_groups]):

@@ -29,6 +29,8 @@ ATOMIC = (nn.MultiheadAttention,)
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
+_Value = TypeVar("_Value")
+
 # (parent, child) -> True if the child is a block
 _IsBlock = Callable[[nn.Module, nn.Module], bool]
 
@@ -40,6 +42,16 @@ def fqn_of(name: str) -> str:
     # A wrapped module's own name ends with the wrapper's attribute.
     name = name.removesuffix("._orig_mod")
     return name.removesuffix("._checkpoint_wrapped_module")
+
+
+def by_fqn(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+    """Return FQN -> value, for (name, value) as `nn.Module.named_parameters` yields them."""
+    return {fqn_of(name): value for name, value in named}
+
+
+def names_by_id(named: Iterable[tuple[str, object]]) -> dict[int, str]:
+    """Return id of a value -> its name, for (name, value) as `nn.Module.named_modules` yields."""
+    return {id(value): name for name, value in named}
 
 
 def class_name(module: Any) -> str:
@@ -336,13 +348,11 @@ def _blocks_of_policy(
     chosen = policy
     if isinstance(chosen, str):
         chosen = load_reference(f"{section}.policy", chosen)
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = fqn_of(name)
+    names = names_by_id(model.named_modules())
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
         # The policy gets only modules with parameters: dropout is never a block.
-        return _has_parameters(child) and bool(chosen(child, names[id(child)]))
+        return _has_parameters(child) and bool(chosen(child, fqn_of(names[id(child)])))
 
     found = _outermost(model, is_chosen)
     if not found:

@@ -55,7 +55,8 @@ from parallel2d.training.model_families import (
 from parallel2d.training.optimizer import build_optimizer, muon_names, plan_groups
 from parallel2d.training.optimizer.learning_rate import learning_rate
 from parallel2d.training.run_description import RunFacts, build_recorder, describe_run, outputs
-from parallel2d.training.run_directory.start import OwnershipLock, accept_start, read_segments
+from parallel2d.training.run_directory.ownership import OwnershipLock
+from parallel2d.training.run_directory.start import accept_start, read_segments
 from parallel2d.training.trainer import Trainer
 from parallel2d.training.training_data import (
     check_position,
@@ -199,7 +200,7 @@ def build_trainer(
         plan=plan,
         recorder=build_recorder(facts, mesh, model, first=writes),
         checkpointer=checkpointer,
-        ownership=OwnershipLock(job.run_dir),
+        ownership=OwnershipLock(job.run_dir, saves=config.checkpoint.enabled),
         hooks=[*build_hooks(config.train.hooks), *hooks],
         replicas=replicas,
         take_roles=functools.partial(_take_roles, job, facts),

@@ -141,18 +141,16 @@ def check_hooks(entries: Sequence[Any]) -> None:
             raise ConfigError(f"{_KEY}: {reference}: {error}") from None
 
 
+def _functions_of(kind: type) -> dict[str, Any]:
+    return {name: each for name, each in vars(kind).items() if inspect.isfunction(each)}
+
+
 def _check_methods(reference: str, kind: type[Hook]) -> None:
     """Raise `ConfigError` for a misspelt method: a name similar to a method that the trainer calls,
     with the same number of parameters."""
-    called = {}
-    for name, each in vars(Hook).items():
-        if inspect.isfunction(each):
-            called[name] = each
+    called = _functions_of(Hook)
     for base in kind.__mro__[: kind.__mro__.index(Hook)]:
-        own = {}
-        for name, each in vars(base).items():
-            if inspect.isfunction(each):
-                own[name] = each
+        own = _functions_of(base)
         for name in own.keys() - called.keys():
             near = nearest_matches(name, called, count=1)
             parameters = len(inspect.signature(own[name]).parameters)

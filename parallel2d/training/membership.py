@@ -219,8 +219,8 @@ class StepQuorum:
 
     def finish_step(self, outcome: StepOutcome) -> bool:
         """Plan the changes of members after a committed step. True if a rank was asked to stop and
-        all replicas must save and stop with it: too few replicas would remain, or the store would
-        end with the node of this rank."""
+        all replicas must save and stop with it: too few replicas would remain, the store would end
+        with the node of this rank, or another start waits for the run directory."""
         self._lost_since = time.perf_counter()
         # Each replica measures its own waits. Any of them may write the next row.
         self._totals[keys.REPLICAS_LOST_S] = max(self.total_lost_s, outcome.replicas_lost_s)
@@ -236,7 +236,7 @@ class StepQuorum:
             if asked.intersection(self._quorum.ranks[number]):
                 self._leaving.add(number)
         remaining = len(set(self._quorum.complete_replicas) - self._leaving)
-        if outcome.store_ends or remaining < self._least:
+        if outcome.store_ends or outcome.gives_way or remaining < self._least:
             self._leaving = set()
         return bool(asked) and not self._leaving
 

@@ -97,6 +97,7 @@ class StepOutcome:
     ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
     replicas_lost_s: float  # lost seconds before this step, the largest measured value
     store_ends: bool  # a preempted rank is on the node with the store of the other nodes
+    gives_way: bool  # another start waits for the run directory, and all ranks save and stop
     reports: RankReports
 
 
@@ -137,11 +138,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
 
 def _unmet(*checks: tuple[bool, str]) -> list[str]:
     """Return the sentences of the failed checks."""
-    found: list[str] = []
-    for holds, problem in checks:
-        if not holds:
-            found.append(problem)
-    return found
+    return [problem for holds, problem in checks if not holds]
 
 
 def _problems_of_scaler(scaler: Any, step: int) -> list[str]:

@@ -178,7 +178,7 @@ def describe_run(
         topology=runtime.topology,
         device=runtime.device,
         model=type(parts.module).__name__,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(map(torch.Tensor.numel, parameters)),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         data=data,
         head=name_of_head(job.config, parts),
@@ -265,11 +265,7 @@ def _charts(facts: RunFacts) -> list[str]:
         "device": facts.device.type != "cpu",
         "replicas": current() is not None,
     }
-    charts: list[str] = []
-    for name, is_measured in has_data.items():
-        if is_measured:
-            charts.append(name)
-    return charts
+    return list(filter(has_data.__getitem__, has_data))
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:

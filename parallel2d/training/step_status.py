@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ class RankStatus:
     sample_hash: int  # sum of the hashes of its samples
     upcoming_tokens: int  # valid tokens of its part of the next global batch
     stop_requested: bool
+    gives_way: bool  # another start waits for the run directory
     save_is_due: bool
     is_ready: bool  # the rank contributes to the next step, for the first time
     replicas_lost_s: float  # lost seconds so far, as this replica measured them
@@ -70,11 +72,7 @@ class StepStatus:
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # The status vector contains the used parameters, if the engine can wait for them.
-        able = []
-        for each in engines_in(model):
-            if each.may_defer_status:
-                able.append(each)
-        self._used = next(iter(able), None)
+        self._used = next(filter(attrgetter("may_defer_status"), engines_in(model)), None)
         if self._used is not None:
             self._used.defer_status()
         shape = mesh_shape(mesh)
@@ -110,11 +108,12 @@ class StepStatus:
         if (replicas := current()) is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]
         store_ends = own.stop_requested and os.environ.get(HAS_STORE) == "1"
-        wishes = [own.save_is_due, store_ends]
+        wishes = [own.save_is_due, store_ends, own.gives_way]
         counts = [own.tokens, own.sample_hash, own.upcoming_tokens]
         first = [*about, *wishes, *(count * self.counts for count in counts)]
         # Each rank fills another row, so the sum contains the reports of all ranks.
-        row = [own.stop_requested, own.is_ready, own.replicas_lost_s, *own.report.floats()]
+        stops = own.stop_requested or own.gives_way
+        row = [stops, own.is_ready, own.replicas_lost_s, *own.report.floats()]
         report = torch.tensor(row, dtype=torch.float64)
         reports = torch.zeros(dist.get_world_size(), len(report), dtype=torch.float64)
         reports[dist.get_rank()] = report
@@ -124,7 +123,7 @@ class StepStatus:
         if self._compare_every and step % self._compare_every == 0:
             comparison = self._comparison
         hashes = comparison.vector() if comparison else nothing
-        self._sizes = [3, 2, 3, reports.numel(), len(used), len(hashes), 2, self._norms]
+        self._sizes = [3, 3, 3, reports.numel(), len(used), len(hashes), 2, self._norms]
         return torch.cat(
             [torch.tensor(first, dtype=torch.float64), reports.flatten(), used, hashes]
         )
@@ -182,6 +181,7 @@ class StepStatus:
             ready_ranks=set(by_rank[:, 1].nonzero().flatten().tolist()),
             replicas_lost_s=by_rank[:, 2].max().item(),
             store_ends=wishes[1].item() > 0,
+            gives_way=wishes[2].item() > 0,
             reports=own.report.of_all(by_rank[:, 3:]),
         )
         return outcome, int(upcoming_tokens)

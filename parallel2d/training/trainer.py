@@ -65,6 +65,7 @@ class Trainer(TrainerParts):
         self.clock = PhaseClock(self.device)
         self.progress = Progress()
         self.preempted = False
+        self.gives_way = False  # it stops for a later start in its run directory
         self.parameters = [p for p in updated_parameters(self.model) if p.requires_grad]
         self._status = StepStatus(
             self.model, self.mesh, self.parameters, self.device, config.sync.compare_every
@@ -138,7 +139,8 @@ class Trainer(TrainerParts):
             except ReplicaLost:
                 if not self.quorum.needs_all:
                     raise
-                # All replicas roll back at the start of the next step, whatever was decided here.
+                # All replicas roll back at the start of the next step, which discards the decisions
+                # of this step.
                 self.quorum.lose_state()
                 self.upcoming, self.preempted = self._no_batch(), False
             except Exception as error:
@@ -201,6 +203,7 @@ class Trainer(TrainerParts):
         # decisions that lead to a save come from values that are equal on all ranks: a save is
         # collective.
         saves_and_stops = self.quorum.finish_step(outcome)
+        self.gives_way = outcome.gives_way
         rate = self._set_learning_rate(step)
         self._update(outcome)
         if self.upcoming is None:
@@ -472,11 +475,20 @@ class Trainer(TrainerParts):
             sample_hash=batch.sample_hash,
             upcoming_tokens=following.valid_tokens if following else 0,
             stop_requested=self.callbacks.stop_requested(),
+            gives_way=self._must_give_way(),
             save_is_due=self.checkpointer.time_is_up(),
             is_ready=self.quorum.is_ready,
             replicas_lost_s=self.quorum.total_lost_s,
             report=self._measured,
         )
+
+    def _must_give_way(self) -> bool:
+        """True on the owner of the run directory if a later start waits for it."""
+        requester = self.ownership.requester()
+        if requester is None:
+            return False
+        self.recorder.log(f"{requester} waits for this run directory; saving and ending")
+        return True
 
     def _set_learning_rate(self, step: int) -> float:
         steps, optimizer = self.config.train.steps, self.config.optimizer

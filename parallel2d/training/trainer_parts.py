@@ -19,7 +19,7 @@ from parallel2d.training.data.opening import OpenData
 from parallel2d.training.hooks import Hook
 from parallel2d.training.loss.model_loss import ModelLoss
 from parallel2d.training.metrics.recorder import Recorder
-from parallel2d.training.run_directory.start import OwnershipLock
+from parallel2d.training.run_directory.ownership import OwnershipLock
 
 
 @dataclass(kw_only=True, eq=False)

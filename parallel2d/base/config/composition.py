@@ -109,7 +109,7 @@ def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:  # in a custom file
-        mark, problem = error.problem_mark, files.printable(error.problem or "no YAML")
+        mark, problem = error.problem_mark, files.printable(error.problem or "not YAML")
         where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else "a YAML file"
         raise ConfigError(f"{where}: {problem}") from None
     # ValueError: precision=32, compile=true

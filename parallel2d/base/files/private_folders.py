@@ -98,12 +98,23 @@ def remove(path: str) -> None:
         os.rmdir(os.path.dirname(path))
 
 
+def process_identity(process: int) -> str:
+    """Return ``MACHINE/PROCESS-START``: the start of the machine with its process-id namespace, and
+    the process with its start time. No other process has the same identity."""
+    machine = "unknown"
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{machine}/{process}-{_started(process)}"
+
+
 def _started(process: int) -> str:
     """Return the start time of a process, in clock ticks since boot; ``unknown`` if the process
     does not exist, and on other systems than Linux."""
     with contextlib.suppress(OSError, IndexError):
         text = Path(f"/proc/{process}/stat").read_text()
         # proc(5): field 22 of the line, the 20th after the command's name. The name is in
-        # parentheses and may itself hold spaces and parentheses, so they are counted from its end.
+        # parentheses and may contain spaces and parentheses, so the fields are counted from the
+        # last parenthesis.
         return text.rpartition(")")[2].split()[19]
     return "unknown"

@@ -71,6 +71,8 @@ class CollectiveAudit:
             if not method.replicas_equal:
                 return least
             least = min(least, reduce)
+            if each.collective == "all_gather":  # of updated parameters
+                least = min(least, DTYPES[precision.storage].itemsize)
             return min(least, self._update_bytes) if each.collective == "all_to_all" else least
         if each.axis == "shard" and each.collective == "reduce_scatter":
             return reduce

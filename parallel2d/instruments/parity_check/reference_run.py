@@ -13,6 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -225,11 +226,11 @@ class ReferenceReplica:
     """The parameters of one optimizer. ``parameters`` are the expected values, ``weights`` the
     compute weights of the ranks, ``before`` the optimizer's weights before the update."""
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, module: nn.Module, config: OptimizerConfig, seed: int) -> None:
         self.parameters = dict(module.named_parameters())
         self.weights: Tensors = {}
         self.before: Tensors = {}
-        self._optimizer = build_optimizer(module, config)
+        self._optimizer = build_optimizer(module, config, seed=seed)
 
     def update(self, gradients: Tensors, factor: float) -> None:
         """Make one optimizer step with ``gradients`` times ``factor``."""
@@ -257,7 +258,8 @@ class ReferenceRun:
         # One entry per optimizer: one per replica if replicas differ, otherwise one.
         self.replicas: list[ReferenceReplica] = []
         for _ in range(1 if method.replicas_equal else shape.replicate):
-            self.replicas.append(ReferenceReplica(plain_copy(checked), checked.optimizer_config))
+            replica = ReferenceReplica(plain_copy(checked), checked.optimizer_config, checked.seed)
+            self.replicas.append(replica)
         self.sync = ReferenceSync(checked, self.replicas)
         self.plain = PlainModel(checked)
         self.ranks_per_replica = shape.data_ranks // len(self.replicas)
@@ -319,7 +321,7 @@ class ReferenceSync:
         self._outer: ExpectedOuter | None = None
         outer = outer_sync(checked.model)
         if outer is not None:
-            self._outer = outer.expected([replica.parameters for replica in replicas], self.cuts)
+            self._outer = outer.expected(list(map(attrgetter("parameters"), replicas)), self.cuts)
 
     @property
     def shared(self) -> Tensors:
@@ -336,10 +338,10 @@ class ReferenceSync:
             found = []
             for each in replicas:
                 found.append(each[name])
-            values, cut = [each.value for each in found], self.cuts[name]
+            values, cut = list(map(attrgetter("value"), found)), self.cuts[name]
             value = self._method.expected_gradient(values, cut, name, self._state)
-            size = sum(each.size for each in found) / len(found)
-            used = any(each.used for each in found)
+            size = sum(map(attrgetter("size"), found)) / len(found)
+            used = any(map(attrgetter("used"), found))
             means[name] = ReferenceGradient(len(found), value, None, size, used)
         return means
 

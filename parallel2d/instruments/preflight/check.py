@@ -106,12 +106,9 @@ class ClusterCheck:
     def _clocks_ahead(self) -> list[float]:
         """Return the lead of each node's clock over the first node's clock, in seconds."""
         by_rank = all_gather(time.time())  # all ranks call this within milliseconds
-        times = []
-        for ranks in self._runtime.topology.ranks_by_host.values():
-            times.append(by_rank[ranks[0]])
         found: list[float] = []
-        for each in times:
-            found.append(each - times[0])
+        for ranks in self._runtime.topology.ranks_by_host.values():
+            found.append(by_rank[ranks[0]] - by_rank[0])
         return found
 
     def _add(self, findings: Iterable[Finding]) -> None:

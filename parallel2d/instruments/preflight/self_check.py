@@ -38,11 +38,7 @@ def chosen_checks(only: str | None) -> list[str]:
     wanted = only.split(",") if only else names
     if not set(wanted) <= set(names):
         raise ConfigError(f"--only={only} must be some of {','.join(names)}")
-    checks: list[str] = []
-    for name in names:
-        if name in wanted:
-            checks.append(name)
-    return checks
+    return list(filter(wanted.__contains__, names))
 
 
 def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:

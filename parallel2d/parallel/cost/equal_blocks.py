@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from torch import nn
@@ -48,10 +48,7 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
         longest = max(runs, key=lambda run: run.count, default=None)
         if longest is not None and longest.count >= _LEAST_BLOCKS:
             return [longest]
-    found: list[EqualBlocks] = []
-    for child in model.children():
-        found += find_equal_blocks(child)
-    return found
+    return list(chain.from_iterable(map(find_equal_blocks, model.children())))
 
 
 def _description(block: nn.Module | None) -> list[Any]:
@@ -120,10 +117,7 @@ def _without_blocks(
             modules = stack.container._modules
             items = list(modules.items())
             run = items[stack.first : stack.first + stack.count]
-            chosen = []
-            for number in numbers:
-                chosen.append(run[number])
-            items[stack.first : stack.first + stack.count] = chosen
+            items[stack.first : stack.first + stack.count] = map(run.__getitem__, numbers)
             modules.clear()
             for place, (name, module) in enumerate(items):
                 # Lists find elements by these names; a Sequential may have words as names.

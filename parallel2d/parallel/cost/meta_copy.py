@@ -180,10 +180,9 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._groups = axes_of_groups(mesh)
-        sizes = {}
+        self._axes: dict[str, CollectiveTally] = {}
         for group, axis in self._groups.items():
-            sizes[axis] = group.size()
-        self._axes = {axis: CollectiveTally(axis, size) for axis, size in sizes.items()}
+            self._axes[axis] = CollectiveTally(axis, group.size())
 
     def start(self) -> None:
         """Set all counts to zero."""

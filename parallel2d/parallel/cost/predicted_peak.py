@@ -187,7 +187,7 @@ class _Step:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:
-        """Reduce a group: its unsharded gradients are among ``activations`` until now."""
+        """Reduce a group. Until this call, its unsharded gradients count in ``activations``."""
         self._whole.discard(number)
         self._held.gathered -= group.gathered
         if not self._reduces:

@@ -22,22 +22,18 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.one_rank import share_memory
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, states
 from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
-from parallel2d.parallel.model_structure import UPDATED_AS, fqn_of
+from parallel2d.parallel.model_structure import UPDATED_AS, fqn_of, names_by_id
 from parallel2d.parallel.weights.geometry import first_position
 from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """Return the groups of ``model`` in the order of their ends in backward."""
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = fqn_of(name)
-    parameter_names = {}
-    for name, value in parameters_by_name(model).items():
-        parameter_names[id(value)] = name
+    names = names_by_id(model.named_modules())
+    parameter_names = names_by_id(parameters_by_name(model).items())
     found = []
     for state, modules in states(model).items():
-        called = " and ".join(names[id(module)] for module in modules)
+        called = " and ".join(fqn_of(names[id(module)]) for module in modules)
         for group in state._fsdp_param_groups:
             found.append(FSDPGroup(group, modules, called or "the root module", parameter_names))
     _note_settings(model, found)
@@ -408,7 +404,7 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     if narrow:
         flat = torch.cat([part.flatten().float() for part in parts])
         dist.all_reduce(flat, group=narrow[0].tensor_group)
-        totals = flat.split([part.numel() for part in parts])
+        totals = flat.split(list(map(Tensor.numel, parts)))
         for parameter, part, total in zip(narrow, parts, totals, strict=True):
             parameter.set_sum_of_parts(total.view(part.shape))
     return bool(narrow)

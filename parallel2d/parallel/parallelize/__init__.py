@@ -140,8 +140,8 @@ def parallelize(
         source = WeightSource(
             model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights
         )
-        # After `WeightSource`: when one rank broadcasts, it also ties on all ranks the parameters
-        # that are tied on the source rank, and the layout depends on these ties.
+        # Called after `WeightSource`: if one rank broadcasts, `WeightSource` ties the same
+        # parameters on all ranks, and the layout depends on these ties.
         shape = mesh_shape(mesh)
         layout = resolve(
             config,

@@ -209,7 +209,7 @@ class _Region:
         self._sent = []
 
     def fetch(self) -> None:
-        """Make the memory available on the device, and begin with the region before."""
+        """Make the memory available on the device, and begin to fetch the previous region."""
         self._prefetch()
         if not self._is_fetching:
             return

@@ -67,14 +67,7 @@ def bucket_modules(
     _check_separate(model, groups, separate, fp32=apart)
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
-    deepest = []
-    for group in groups:
-        deepest.append(max(depth[id(module)] for module in group))
-    order = sorted(range(len(groups)), key=deepest.__getitem__, reverse=True)
-    modules: list[list[nn.Module]] = []
-    for number in order:
-        modules.append(groups[number])
-    return modules
+    return sorted(groups, key=lambda group: max(depth[id(each)] for each in group), reverse=True)
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
@@ -86,7 +79,7 @@ def _complex_modules(model: nn.Module) -> set[int]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             trained.append(parameter)
-    if all(parameter.is_complex() for parameter in trained):
+    if all(map(torch.is_complex, trained)):
         return set()
     found = set()
     for _, module in owning_modules(model):
@@ -178,11 +171,10 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     A group that shares a parameter with the root's group is dissolved into the root's group.
     """
     # Index of a group -> index of the group that it is joined to.
-    target = {}
-    for index in range(_ROOT, len(groups)):
-        target[index] = index
+    target = {_ROOT: _ROOT}
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
+        target[index] = index
         group_of |= {id(module): index for module in group}
     # Name of a module -> its group, or the group of the nearest module around it.
     around: dict[str, int] = {}
@@ -194,9 +186,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
             holders[parameter].add(around[name])
     for sharing in holders.values():
         # All groups with one target move together, so that earlier joins stay intact.
-        joining = set()
-        for index in sharing:
-            joining.add(target[index])
+        joining = set(map(target.__getitem__, sharing))
         first = min(joining)
         for index, current in target.items():
             if current in joining:

@@ -18,6 +18,7 @@ collectives would hang. The setting of such a module is one of these:
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,24 +68,16 @@ def conditional_modules(
     Raises `ConfigError` if a pattern matches no module, a setting is unknown or does not support a
     matching module, or conditional modules are nested.
     """
-    named: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        # The root, with an empty name, runs on all ranks.
-        if name:
-            named[name] = module
+    named = dict(model.named_modules())
+    del named[""]  # the root runs on all ranks
     found: dict[str, str | Always] = {}
     for pattern, way in conditional.items():
         problem = choice_problem(f"conditional: {pattern}", way, CONDITIONAL)
         if problem is not None and not isinstance(way, Always):
             raise ConfigError(problem)
-        matching: list[str] = []
-        for name in named:
-            # A pattern that matches a module also matches the modules below it.
-            is_outermost = not any(name.startswith(f"{other}.") for other in matching)
-            if is_outermost and fnmatch.fnmatchcase(fqn_of(name), pattern):
-                matching.append(name)
+        matching = _outermost_matches(list(named), pattern)
         if not matching:
-            near = near_names(pattern, [fqn_of(name) for name in named])
+            near = near_names(pattern, list(map(fqn_of, named)))
             raise ConfigError(
                 f"conditional: {pattern} is not a module of {type(model).__name__}{near}"
             )
@@ -96,16 +89,31 @@ def conditional_modules(
                     f"conditional: {name} is inside {other}, which is conditional too: name only "
                     f"{other}"
                 )
-        if next(named[name].parameters(), None) is None:
-            raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
-        if way != "root":
-            _check_separate(model, name, named[name])
         if way == "replicate" and (tensor_ranks > 1 or offload):
             other = "mesh.tensor" if tensor_ranks > 1 else "cpu_offload"
             raise ConfigError(f"conditional: {name}: replicate does not support {other}: use root")
-        if isinstance(way, Always):
-            _check_always(model, name, named[name], way)
+        _check_setting(model, name, named[name], way)
     return found
+
+
+def _outermost_matches(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the modules that ``pattern`` matches, without the modules inside of them."""
+    matching: list[str] = []
+    for name in names:
+        is_outermost = not any(name.startswith(f"{other}.") for other in matching)
+        if is_outermost and fnmatch.fnmatchcase(fqn_of(name), pattern):
+            matching.append(name)
+    return matching
+
+
+def _check_setting(model: nn.Module, name: str, module: nn.Module, way: str | Always) -> None:
+    """Raise `ConfigError` if ``module`` does not support its setting."""
+    if next(module.parameters(), None) is None:
+        raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
+    if way != "root":
+        _check_separate(model, name, module)
+    if isinstance(way, Always):
+        _check_always(model, name, module, way)
 
 
 def _check_separate(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -192,9 +200,7 @@ def separate_modules(
 def check_places(conditional: Conditional, groups: Iterable[Sequence[str]]) -> None:
     """Raise `ConfigError` if an ``always`` module is inside one of ``groups`` other than the root
     group."""
-    names: list[str] = []
-    for group in groups:
-        names.extend(filter(None, group))
+    names = list(filter(None, itertools.chain.from_iterable(groups)))
     for name, way in conditional.items():
         around = [each for each in names if name.startswith(f"{each}.")]
         if isinstance(way, Always) and around:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.model_structure import fqn_of, near_names
+from parallel2d.parallel.model_structure import by_fqn, fqn_of, near_names
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
@@ -25,9 +25,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     parameters and modules with a matching name; a module selects all parameters below it. Raises
     `ConfigError` for an entry that selects nothing, with near names, and for a trainable parameter.
     """
-    named = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        named[fqn_of(name)] = parameter
+    named = by_fqn(model.named_parameters(remove_duplicate=False))
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:

@@ -29,6 +29,7 @@ from parallel2d.parallel.model_structure import (
     find_blocks,
     fqn_of,
     hidden_matrices,
+    names_by_id,
     stays_replicated,
 )
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
@@ -212,10 +213,7 @@ class Layout:
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of the blocks."""
-        found: list[tuple[str, nn.Module]] = []
-        for name in self.blocks:
-            found.append((name, model.get_submodule(name)))
-        return found
+        return list(zip(self.blocks, map(model.get_submodule, self.blocks), strict=True))
 
     def replicated_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that every rank of the shard axis keeps."""
@@ -344,9 +342,7 @@ class _Collector:
     ) -> Iterator[LayoutGroup]:
         """Yield the groups, innermost first, the root last."""
         precision = self.precision
-        names = {}
-        for name, module in model.named_modules():
-            names[id(module)] = name
+        names = names_by_id(model.named_modules())
         for modules in buckets:
             policy = precision.policy
             if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:

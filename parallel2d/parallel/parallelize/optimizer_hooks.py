@@ -106,10 +106,7 @@ def _after_step(optimizer: Optimizer, args: Any, _kwargs: Any) -> None:
         stand_in.hand_over(optimizer)
     # A foreach update of `DTensor`s does not count as an in-place change, so it is counted here.
     with quick_reads():
-        updated = []
-        for each in parameters:
-            if each.grad is not None:
-                updated.append(each)
+        updated = [each for each in parameters if each.grad is not None]
     torch.autograd.graph.increment_version(filter(_is_sharded, updated))
     for gathered in _alive():
         list(gathered.changed())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from parallel2d.base.config import ParallelConfig
 from parallel2d.base.config.checks import validated
@@ -24,7 +25,13 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, storage_of
 from parallel2d.parallel.mesh import axis_names, has_cpu_backend, mesh_shape, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
-from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    is_called,
+    names_by_id,
+    plain_attributes,
+    tensors_in,
+)
 from parallel2d.parallel.parallelize.float8 import check_float8
 from parallel2d.parallel.weights.named_tensors import stepped_by
 
@@ -145,9 +152,7 @@ def check_parameters(model: nn.Module) -> None:
     The causes are a gradient hook, a second reference to the parameter or its memory, an update by
     the parameter's own module in forward, and a parameter without a size.
     """
-    names = {}
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
+    names = names_by_id(model.named_parameters())
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
             raise ConfigError(
@@ -210,6 +215,8 @@ def _check_references(
     ``names``: FQNs of the model's parameters by id.
     """
     for attribute, value in plain_attributes(module):
+        if _is_computed_in_forward(module, attribute):
+            continue
         for held in tensors_in(value):
             known = ""
             # A frozen parameter that the model does not register is not sharded and stays valid.
@@ -228,6 +235,14 @@ def _check_references(
                     "current value, because sharding replaces parameters; use nn.ParameterList or "
                     "nn.ParameterDict, or ask the module that owns it"
                 )
+
+
+def _is_computed_in_forward(module: nn.Module, attribute: str) -> bool:
+    """Return True for the weight that `torch.nn.utils.spectral_norm` sets before each forward."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm) and hook.name == attribute:
+            return True
+    return False
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -136,7 +136,7 @@ def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     """
     begun: list[Group] = []
     for group in ended:
-        inside = set(chain.from_iterable(module.modules() for module in group))
+        inside = set(chain.from_iterable(map(nn.Module.modules, group)))
         inner = []
         for index, other in enumerate(begun):
             if other[0] in inside:

@@ -55,6 +55,7 @@ from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import (
     ATOMIC,
     Ties,
+    names_by_id,
     tie_again,
     tied_parameters,
     without_storage,
@@ -252,9 +253,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
     Both are split by rows of the common weight. Other ties cannot be completed.
     """
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = name
+    names = names_by_id(model.named_modules())
     for group in tied_parameters(model):
         modules = {}
         for module, _ in group:
@@ -269,9 +268,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
 def _check_ties(model: nn.Module, ties: Ties) -> None:
     """Raise `ConfigError` when the plan splits one tied parameter in different ways."""
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = name
+    names = names_by_id(model.named_modules())
     for group in ties:
         layouts: dict[str, str] = {}
         for module, attribute in group:

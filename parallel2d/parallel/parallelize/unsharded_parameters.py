@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import compress
+from itertools import chain, compress
 from operator import ne
 from typing import Any
 
@@ -57,10 +57,7 @@ class UnshardedParameters:
         # Storage number -> name of its unsharded parameter, set once the parameter was gathered
         self.storages: dict[int, str] = {}
         self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
-        hooked = []
-        for each in self.groups:
-            for module in each.group.modules:
-                hooked.append(module)
+        hooked = chain.from_iterable(each.group.modules for each in self.groups)
         for module in dict.fromkeys([*hooked, model]):
             # `prepend`: before the post-forward hook of `fully_shard`, which frees the storage.
             # After that hook a clone would read freed memory, and the identity of the storage is

@@ -169,11 +169,11 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
 
     Args:
         model: the parallelized model.
-        hook: ``hook(state, bucket)`` gets the gradients of this replica, averaged over its shard
-            group, as ``bucket.buffer()``, a flat tensor in the accumulation dtype; `Bucket` has the
-            methods of torch's ``GradBucket``. The hook returns a future of the mean over the
-            replicas, or the mean, or None if it has changed the buffer in place. It runs on every
-            replica for the same buckets in the same order, one bucket at a time.
+        hook: called as ``hook(state, bucket)``. ``bucket.buffer()`` is a flat tensor in the
+            accumulation dtype, with the gradients of this replica, averaged over its shard group.
+            `Bucket` has the methods of torch's ``GradBucket``. The hook returns a future of the
+            mean over the replicas, or the mean, or None if it has changed the buffer in place. The
+            hook runs on every replica for the same buckets in the same order, one bucket at a time.
         state: passed to the hook; default: the process group of the replicate axis.
 
     Raises:

@@ -4,10 +4,11 @@
 them again for these values.
 
 [Note: constructors that initialize] Values that are drawn module by module (see [Note:
-mesh-independent weights]) lack later changes by a constructor, for example a zeroed projection, or
-a parameter that no method initializes. The first rank of each replica therefore builds such models
-with real weights, on CPU and under the seed, and sends them inside the replica piece by piece. The
-weights equal the result of ``torch.manual_seed(seed); Model(...)`` in one process.
+mesh-independent weights]) lack later changes by a constructor, for example a zeroed projection, a
+parameter that no method initializes, or a buffer that is computed from weights. The first rank of
+each replica therefore builds such models with real weights, on CPU and under the seed, and sends
+them inside the replica piece by piece. The weights equal the result of
+``torch.manual_seed(seed); Model(...)`` in one process.
 """
 
 from __future__ import annotations
@@ -183,10 +184,8 @@ class _Recorder(TorchFunctionMode):
     def _note_written(self, tensor: Tensor) -> None:
         modules = _constructing()
         if modules is not None:
-            calls = []
-            for module in modules:
-                calls.append(vars(module)[_MADE_BY])
-            self._writers[tensor.untyped_storage()] = next(iter(calls), _NO_CALL)
+            calls = (vars(module)[_MADE_BY] for module in modules)
+            self._writers[tensor.untyped_storage()] = next(calls, _NO_CALL)
 
     def mark_modules(self) -> None:
         """Record the writers of each module's parameters on the module."""
@@ -264,6 +263,8 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
             f"{type(model).__name__}, and only these run again; set it in a constructor, pass "
             "init=function(module, name), or build the model with values and pass broadcast_from=0"
         )
+    # Under `build_on_meta` only buffers that are computed from parameters are on meta.
+    written |= bool(calls) and any(buffer.is_meta for buffer in model.buffers())
     return functools.partial(_call_again, model, calls) if written else None
 
 

@@ -24,9 +24,7 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return a signed 64-bit hash of this rank's part of each tensor. Any bit changes the hash."""
     if not tensors:
         return []
-    values = []
-    for tensor in tensors:
-        values.append(_hash_of(local_part(tensor.detach())))
+    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
     # One copy from the device for all hashes.
     return list(map(int, torch.stack(values).tolist()))
 

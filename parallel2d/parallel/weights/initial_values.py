@@ -219,7 +219,7 @@ class InitialWeights:
                 loaded.update(map(id, module.modules()))
         blocks = {name: self.blueprint.get_submodule(name) for name in self.blocks}
         in_blocks = loaded.union(
-            map(id, chain.from_iterable(block.modules() for block in blocks.values()))
+            map(id, chain.from_iterable(map(nn.Module.modules, blocks.values())))
         )
         yield from _with_ties(self._split("", self.blueprint, in_blocks))
         for name, block in blocks.items():

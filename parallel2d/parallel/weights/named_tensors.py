@@ -21,7 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.base.device import preserve_rng_states
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.model_structure import fqn_of, join_names, updated_as
+from parallel2d.parallel.model_structure import (
+    by_fqn,
+    fqn_of,
+    join_names,
+    names_by_id,
+    updated_as,
+)
 from parallel2d.parallel.weights.optimizer_settings import plain_settings
 
 SCALARS = bool | int | float | str
@@ -183,21 +189,13 @@ def custom_hooks(model: nn.Module, attribute: str) -> list[str]:
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> parameter; a tied parameter once, under its first name."""
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        found[fqn_of(name)] = parameter
-    return found
+    return by_fqn(model.named_parameters())
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return FQN -> parameter or buffer; a tied parameter under each of its names."""
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named:
-        tensors[fqn_of(name)] = tensor
-    return tensors
+    parameters = model.named_parameters(remove_duplicate=False)
+    return by_fqn(chain(parameters, model.named_buffers(remove_duplicate=False)))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -220,20 +218,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return further FQNs of tied parameters -> the first FQN, under which they are stored."""
-    names: dict[str, str] = {}
-    for name, first in ties_of(model).items():
-        names[fqn_of(name)] = fqn_of(first)
-    return names
+    return {name: fqn_of(first) for name, first in by_fqn(ties_of(model).items()).items()}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
     """Return `tied_names` with the names of ``model``, including wrapper prefixes."""
-    first = {}
-    for name, parameter in model.named_parameters():
-        first[id(parameter)] = name
-    every = model.named_parameters(remove_duplicate=False)
+    first = names_by_id(model.named_parameters())
     found: dict[str, str] = {}
-    for name, each in every:
+    for name, each in model.named_parameters(remove_duplicate=False):
         if name != first[id(each)]:
             found[name] = first[id(each)]
     return found
@@ -246,10 +238,8 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> the tensor that an optimizer updates; see `model_structure.updated_as`."""
-    found: dict[str, nn.Parameter] = {}
-    for name, value in parameters_by_name(model).items():
-        found[name] = updated_as(value)
-    return found
+    found = parameters_by_name(model)
+    return dict(zip(found, map(updated_as, found.values()), strict=True))
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

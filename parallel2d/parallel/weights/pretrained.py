@@ -55,13 +55,10 @@ def has_weights(path: str) -> bool:
     """Return True if the folder holds safetensors. Raise `ConfigError` if it holds only pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
-    pickled = []
-    for name in _PICKLED:
-        if _has(path, name):
-            pickled.append(name)
-    if pickled:
+    pickled = next((name for name in _PICKLED if _has(path, name)), None)
+    if pickled is not None:
         raise ConfigError(
-            f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
+            f"{path} holds {pickled} and no safetensors: a pickle can run code, so it is not "
             "read; save the model again with safe serialization, or set model.load_weights=false"
         )
     return False
@@ -89,11 +86,7 @@ class _Target(NamedTuple):
     spellings: list[str]
 
     def stored_names(self, stored: Mapping[str, _Stored]) -> list[str]:
-        names: list[str] = []
-        for name in self.spellings:
-            if name in stored:
-                names.append(name)
-        return names
+        return list(filter(stored.__contains__, self.spellings))
 
 
 @torch.no_grad()
@@ -226,11 +219,7 @@ def _find_stored(
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})
     # The library builds a second model to find its names, which takes time.
-    wanted = []
-    for target in targets:
-        if target.spellings:
-            wanted.append(target)
-    if all(target.stored_names(stored) for target in wanted):
+    if all(target.stored_names(stored) for target in targets if target.spellings):
         return stored
     try:
         forms = huggingface.stored_forms(model, headers)

@@ -96,8 +96,7 @@ class ReplicaRanks:
                 gathered = exchange.all_gather(found, self._mesh.get_group(axis))
                 found = {}
                 for part in gathered:
-                    for rank, each in part.items():
-                        found[rank] = each
+                    found |= part
         return found
 
     @torch.no_grad()

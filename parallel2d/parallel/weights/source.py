@@ -19,6 +19,7 @@ from parallel2d.base.exchange import all_gather, broadcast, leader, members
 from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
+from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
 from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.initial_values import (
@@ -27,6 +28,7 @@ from parallel2d.parallel.weights.initial_values import (
     allocate,
     apply_to_tensors,
     has_meta_parameters,
+    no_initializer,
 )
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 from parallel2d.parallel.weights.unsharded_tensors import Route, fill
@@ -120,6 +122,7 @@ class WeightSource:
         """
         if not self._on_meta:
             return
+        computed = [fqn_of(name) for name, buffer in model.named_buffers() if buffer.is_meta]
         allocate(model, mesh.device_type, offload=offload)
         here: dict[str, Tensor] = all_tensors(model)
         route: int | Route | None = self._source
@@ -135,6 +138,10 @@ class WeightSource:
                 if name in given:
                     loaded.add(id(each))
             here = {name: each for name, each in here.items() if id(each) not in loaded}
+            # The constructor would compute these buffers from its own weights.
+            missing = list(filter(here.__contains__, computed)) if loaded else []
+            if missing:
+                raise no_initializer(missing)
             if not any(isinstance(each, nn.Parameter) for each in here.values()):
                 return
             self._build(mesh, topology)
@@ -228,10 +235,7 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 def _refuse_sparse(model: nn.Module, source: int) -> None:
     """Raise `ConfigError` on every rank if a rank has a sparse tensor. Collective."""
-    sparse = []
-    for name, each in all_tensors(model).items():
-        if each.layout != torch.strided:
-            sparse.append(name)
+    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
     problem = None
     if sparse:
         problem = (

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import among, broadcast, leader, sendable
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.model_structure import by_fqn
 from parallel2d.parallel.weights.geometry import scales_like, scales_shape
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
@@ -346,9 +347,7 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         elif state:
             problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]
-    tensors = {}
-    for name, tensor in given.items():
-        tensors[fqn_of(name)] = tensor
+    tensors = by_fqn(given.items())
     here = model_tensors(model)
     problems = []
     for name in here:
@@ -391,13 +390,9 @@ def _match_optimizer(
     """
     if state is None:
         return {}, [], ["it has no optimizer"]
-    names = []
-    for group in describe_optimizer(model, optimizer)["groups"]:
-        names.append(group["parameters"])
+    names = list(map(itemgetter("parameters"), describe_optimizer(model, optimizer)["groups"]))
     all_names = list(chain.from_iterable(names))
-    listed = []
-    for group in state["param_groups"]:
-        listed.append(group["params"])
+    listed = list(map(itemgetter("params"), state["param_groups"]))
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
         # Numbers count through the groups, so they match only if groups have equal sizes.
@@ -407,9 +402,8 @@ def _match_optimizer(
             return {}, [], [f"{problem}; call them by name with rekey_optimizer_state"]
         state = rekey_optimizer_state(state, key="name", names=all_names)
     entries: Entries = state["state"]
-    unknown = sorted(entries.keys() - set(all_names))
     problems = []
-    for name in unknown:
+    for name in sorted(entries.keys() - set(all_names)):
         problems.append(f"{name} is in its optimizer and not in this one")
     given: dict[str, Any] = {}
     for name, values in entries.items():

@@ -90,19 +90,13 @@ class Collation:
         several of these names."""
         batch = self._collate(list(samples))
         if isinstance(batch, dict):
-            named = []
-            for name in TARGET_NAMES:
-                if name in batch:
-                    named.append(name)
+            named = list(filter(batch.__contains__, TARGET_NAMES))
             # If a dict has targets, its other labels are inputs, such as the classes ``y`` of a
             # diffusion model.
             if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
                 raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
-            inputs = {}
-            for name, value in batch.items():
-                if name not in named[:1]:
-                    inputs[name] = value
-            return inputs, batch[named[0]] if named else None
+            inputs = dict(batch)
+            return inputs, inputs.pop(named[0]) if named else None
         if isinstance(batch, tuple | list):
             *values, targets = batch
             return (tuple(values), targets) if values else (targets, None)

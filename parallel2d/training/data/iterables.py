@@ -148,9 +148,7 @@ class _Lane:
 
     def _take(self) -> list[Any]:
         """Read the window at the iterator, and record the position after it."""
-        samples = []
-        for _ in range(self.size):
-            samples.append(self._following())
+        samples = [self._following() for _ in range(self.size)]
         self._at["window"] += 1
         part = self._part()
         source = None
@@ -158,7 +156,7 @@ class _Lane:
             source = _plain_state(self._what, part.state_dict())
         self.notes[self._at["window"]] = {**self._at, "source": source}
         if len(self.notes) > _MOST_NOTES:
-            del self.notes[sorted(self.notes)[1]]  # after the beginning
+            del self.notes[sorted(self.notes)[1]]  # the oldest note after the beginning of the lane
         return samples
 
     def _part(self) -> Any:

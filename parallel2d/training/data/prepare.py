@@ -169,7 +169,8 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yield the record of each job in order, from an earlier run, from a worker, or made here."""
+    """Yield the record of each job in order. A record comes from an earlier run, a worker or this
+    process."""
     left = []
     for job in jobs:
         if _record(job) is None:
@@ -400,9 +401,7 @@ def _manifest(
 
 
 def _clean(folder: Path, manifest: Record) -> None:
-    needed = set()
-    for name, _ in store.shard_files(manifest):
-        needed.add(name)
+    needed = dict(store.shard_files(manifest))
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):
             if path.name not in needed:

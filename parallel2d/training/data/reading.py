@@ -427,7 +427,9 @@ def _row_document(row: Any, text_field: str) -> list[Document]:
     except TypeError:
         raise _BadRowError("the text is not a string") from None
     except UnicodeEncodeError:
-        raise _BadRowError("the text has half a surrogate pair, which no encoding has") from None
+        raise _BadRowError(
+            "the text has half of a surrogate pair, which UTF-8 cannot encode"
+        ) from None
 
 
 def _enter(file: IO[bytes], start: int) -> int:
@@ -594,11 +596,7 @@ def _columns(names: list[str], config: DataConfig) -> list[str]:
     wanted = [config.text_field, "prompt", "completion", "segments"]
     if config.name == "chat":
         wanted = ["messages", "tools"]
-    columns: list[str] = []
-    for name in names:
-        if name in wanted:
-            columns.append(name)
-    return columns
+    return list(filter(wanted.__contains__, names))
 
 
 # Kind of unit -> a function that reads its files in pieces, and a function that parses a piece

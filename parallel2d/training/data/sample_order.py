@@ -120,10 +120,10 @@ class Schedule:
         self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * len(weights)
         for position in range(self.period):
-            due = []
-            for weight in self.weights:
-                due.append(weight * (position + 1))
-            ready = [n for n, each in enumerate(due) if each > counts[n] * self.period]
+            ready = []
+            for n, weight in enumerate(self.weights):
+                if weight * (position + 1) > counts[n] * self.period:
+                    ready.append(n)
             # The nearest deadline wins; among equal deadlines the first component.
             chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
             self._table[position], self._rank[position] = chosen, counts[chosen]
@@ -149,9 +149,7 @@ class Schedule:
 
 def _integer_weights(weights: list[float]) -> list[int]:
     try:
-        fractions = []
-        for weight in weights:
-            fractions.append(Fraction(str(weight)))
+        fractions = list(map(Fraction, map(str, weights)))
     except ValueError:
         fractions = []
     if not fractions or min(fractions) <= 0:

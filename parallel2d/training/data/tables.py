@@ -102,9 +102,8 @@ def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
 
 def strings_in(table: Any) -> list[str]:
     """Return the paths of the leaf columns of a Parquet file with strings."""
-    columns = map(table.schema.column, range(len(table.schema)))
     found: list[str] = []
-    for column in columns:
+    for column in map(table.schema.column, range(len(table.schema))):
         if column.physical_type == "BYTE_ARRAY":
             found.append(column.path)
     return found

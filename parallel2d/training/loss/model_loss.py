@@ -90,10 +90,7 @@ class ModelLoss:
         self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
 
     def _target_name(self, parameters: Container[str]) -> str | None:
-        targets = []
-        for name in TARGET_NAMES:
-            if name in parameters:
-                targets.append(name)
+        targets = list(filter(parameters.__contains__, TARGET_NAMES))
         if len(targets) > 1:
             listed = " and ".join(targets)
             raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
@@ -123,10 +120,7 @@ class ModelLoss:
             values = (*values, document_ids)
         names = self._positions
         # A parameter with a usual name of inputs receives the inputs at any position.
-        known = []
-        for name in _INPUT_NAMES:
-            if name in names:
-                known.append(name)
+        known = list(filter(names.__contains__, _INPUT_NAMES))
         if len(values) == 1 and known:
             names = known
         first = list(self._signature.parameters)[: len(values)]
@@ -150,8 +144,8 @@ class ModelLoss:
     def _value(
         self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """Return the loss of the model or of ``train.loss``, a sum or a mean, or the summed
-        cross-entropy; and True for a custom loss."""
+        """Return a loss, and True if it is custom. A custom loss is the loss of the model or of
+        ``train.loss``, a sum or a mean. Otherwise the loss is the summed cross-entropy."""
         args, named = self.arguments(inputs, targets, document_ids)
         # Only a model that takes the targets, or needs none, computes a loss.
         is_own = self._targets is not None or targets is None
@@ -172,7 +166,7 @@ class ModelLoss:
         if not isinstance(logits, Tensor):
             raise ConfigError(
                 f"{self._kind} returned {type(output).__name__}, which contains neither a loss "
-                "nor logits; give train.loss a function of it"
+                "nor logits; compute a loss from it with train.loss=package.module:function"
             )
         return self._function(logits, targets, **options), False
 
@@ -201,9 +195,9 @@ class ModelLoss:
         return wide * batch.valid_tokens
 
     def compare_head(self, model: nn.Module, batch: Batch) -> None:
-        """Run the checks of the first forward, outside of any step. They compare the chunked loss
-        with the plain loss, and ``model`` on slices of sequences with ``model`` on full sequences.
-        Collective.
+        """Run the checks of the first forward, outside of any step. These checks compare the
+        chunked loss with the plain loss, and ``model`` on slices of sequences with ``model`` on
+        full sequences. Collective.
         """
         if self.chunked_head is not None:
             assert batch.targets is not None, "logits have targets"

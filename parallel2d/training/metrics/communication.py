@@ -171,7 +171,7 @@ class CommunicationMeter:
     ) -> None:
         self._streams_of_model = streams
         self._waits: StreamWaits | None = None
-        # Around each collective of a device, by axis.
+        # Intervals around each collective of a device, by axis.
         self._collectives = Intervals()
         if mesh.device_type != "cpu":
             current = functools.partial(current_stream, mesh.device_type)

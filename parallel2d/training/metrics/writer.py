@@ -295,10 +295,9 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
         if by_title:
             charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
     for group, by_title in map(OPTIONAL.__getitem__, writer.charts):
-        more = {}
+        charts.setdefault(group, {})
         for title, tags in by_title.items():
-            more[title] = ["Multiline", tags]
-        charts[group] = {**charts.get(group, {}), **more}
+            charts[group][title] = ["Multiline", tags]
     yield summary.custom_scalars(charts)
 
 

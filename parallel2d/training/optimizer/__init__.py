@@ -51,9 +51,17 @@ _IMPLEMENTATIONS = {
 }
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, seed: int = 0
+) -> torch.optim.Optimizer:
     """Return the optimizer of ``config`` for the trainable parameters of ``model``: a parallelized
     model, or a plain model on one process.
+
+    Args:
+        model: the model.
+        config: the settings.
+        seed: for a plain model, the seed of the rounding of state in low precision. A parallelized
+            model has the seed of `parallelize`.
 
     Raises `ConfigError` for a ``config`` of another type, for values outside their range, for a
     model without trainable parameters, for a pattern in ``config.groups`` without a match, and if
@@ -76,7 +84,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         _log_groups(groups)
         names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         seeds = [engine.keys.seed for engine in engines_in(model)]
-        optimizer = low_precision_optimizer(groups, names, config, seeds[0] if seeds else 0)
+        optimizer = low_precision_optimizer(groups, names, config, seeds[0] if seeds else seed)
     # A plain model on one process has no engines.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)
@@ -86,7 +94,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 def _log_groups(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
-        elements = sum(parameter.numel() for parameter in group["params"])
+        elements = sum(map(Tensor.numel, group["params"]))
         log.info(
             f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}"
             f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
@@ -220,11 +228,7 @@ def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
     updated: set[int] = set()
     for group in filter(_is_muon, plan_groups(model, config)):
         updated.update(map(id, group["params"]))
-    found: set[str] = set()
-    for name, each in updated_by_name(model).items():
-        if id(each) in updated:
-            found.add(name)
-    return found
+    return {name for name, each in updated_by_name(model).items() if id(each) in updated}
 
 
 def _settings(
@@ -260,10 +264,7 @@ def _matching_entries(
         pattern = entry["pattern"]
         where = f"optimizer.groups: pattern {pattern}"
         matching = fnmatch.filter(names, pattern)
-        trainable = []
-        for name in matching:
-            if name in trained:
-                trainable.append(name)
+        trainable = list(filter(trained.__contains__, matching))
         # Parameters of an earlier entry stay in its group.
         fresh = set(trainable).difference(entry_of)
         entry_of |= dict.fromkeys(fresh, number)

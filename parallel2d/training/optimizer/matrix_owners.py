@@ -23,7 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, zip_longest
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -98,7 +100,7 @@ class MatrixRound:
 
     def __post_init__(self) -> None:
         self.batches = _in_pieces(self.matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
-        self._places = tuple(axis.place for axis in self.axes)
+        self._places = tuple(map(attrgetter("place"), self.axes))
 
     def is_sent(self, matrix: OwnedMatrix) -> bool:
         """True if the owner receives this rank's part: it receives only one of several copies."""
@@ -140,20 +142,15 @@ class MatrixRound:
         for matrix in chain.from_iterable(by_place):
             sent.append(_padded(held.pop(matrix.number), matrix.parts[level].padded))
         own = by_place[axis.place]
-        sizes = []
-        for matrices in by_place:
-            sizes.append(_numel(level, matrices))
+        sizes = list(map(partial(_numel, level), by_place))
         flat = self._exchange(axis, sent, sizes, [sizes[axis.place]] * axis.ranks)
-        shapes = []
-        for matrix in own:
-            shapes.append(matrix.parts[level].padded)
+        shapes = [matrix.parts[level].padded for matrix in own]
         # First all matrices from the first rank of the axis, then from the second, ...
         received = list(pieces_of(flat, shapes * axis.ranks))
         for index, matrix in enumerate(own):
             part = matrix.parts[level]
-            pieces = enumerate(received[index :: len(own)])
             joined = []
-            for place, piece in pieces:
+            for place, piece in enumerate(received[index :: len(own)]):
                 joined.append(piece[part.slices(place)])
             held[matrix.number] = torch.cat(joined, part.dim or 0)
 
@@ -182,9 +179,7 @@ class MatrixRound:
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """Group the matrices that pass this rank's line along an axis by the owner's position on
         it: the owner has this rank's position on all later axes."""
-        found: list[list[OwnedMatrix]] = []
-        for _ in range(self.axes[level].ranks):
-            found.append([])
+        found: list[list[OwnedMatrix]] = [[] for _ in range(self.axes[level].ranks)]
         for matrix in matrices:
             if matrix.owner[level + 1 :] == self._places[level + 1 :]:
                 found[matrix.owner[level]].append(matrix)
@@ -232,7 +227,7 @@ class MatrixOwners:
 
     def assign(self, costs: Sequence[float]) -> list[int]:
         """Return the number of the owner of each piece of work; ``costs`` may have any unit."""
-        work = [0.0] * math.prod(axis.ranks for axis in self._axes)
+        work = [0.0] * math.prod(map(attrgetter("ranks"), self._axes))
         owners = [0] * len(costs)
         # Every rank must assign alike: `sorted` is stable, so that equal costs keep their order,
         # and `index` finds the first of several ranks with the least work.
@@ -243,7 +238,7 @@ class MatrixOwners:
 
     def is_own(self, owner: int) -> bool:
         """True if this rank is the owner with this number."""
-        return self._places_of(owner) == tuple(axis.place for axis in self._axes)
+        return self._places_of(owner) == tuple(map(attrgetter("place"), self._axes))
 
     def plan(
         self, matrices: Mapping[int, Tensor], owners: Sequence[int], dtype: torch.dtype
@@ -319,10 +314,10 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
     if part.shape == shape:
         return part
     # `pad` takes the last dim first.
-    missing = []
-    for before, after in zip(part.shape, shape, strict=True):
-        missing.append(after - before)
-    return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
+    padding: list[int] = []
+    for before, after in zip(reversed(part.shape), reversed(shape), strict=True):
+        padding += 0, after - before
+    return pad(part, padding)
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:

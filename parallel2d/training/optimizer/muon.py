@@ -119,14 +119,11 @@ class Muon(torch.optim.Optimizer):
 
     def _update_matrices(self) -> None:
         """Update by Muon; see [Note: orthogonalization needs the whole matrix]. Collective."""
-        trained = []
-        for pair in self._matrices():
-            if pair[0].grad is not None:
-                trained.append(pair)
         matrices, groups = [], []
-        for parameter, group in trained:
-            matrices.append(parameter)
-            groups.append(group)
+        for parameter, group in self._matrices():
+            if parameter.grad is not None:
+                matrices.append(parameter)
+                groups.append(group)
         for each in self._plan(matrices, groups):
             parts = {}
             for matrix in each.matrices:

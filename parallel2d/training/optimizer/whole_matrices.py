@@ -315,11 +315,7 @@ def _scatter(rounds: Sequence[MatrixRound], wholes: Tensors, targets: Tensors) -
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for key, value in group.items():
-        if key != "params":
-            settings[key] = value
-    return settings
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

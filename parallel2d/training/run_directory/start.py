@@ -7,12 +7,6 @@ reads the records, `changes_since` compares two starts.
 a separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the
 start is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last
 start that was accepted and had steps to train.
-
-[Note: two halves of a job] When a network splits, both halves may continue as the survivors of the
-job, and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off.
-Therefore every start first writes its ownership lock into the run directory, and rank 0 checks at
-every step that the lock still has the token of its start. The half that started first thus ends,
-and joins the other half once the network is repaired.
 """
 
 from __future__ import annotations
@@ -26,7 +20,6 @@ import logging
 import os
 import platform
 import shlex
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,8 +28,9 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.config import AXES, Job
-from parallel2d.base.errors import ConfigError, PlainError
+from parallel2d.base.errors import ConfigError
 from parallel2d.training.run_directory.end import SUMMARY
+from parallel2d.training.run_directory.ownership import OwnershipLock, delete_request
 
 _SEGMENTS = "segments.jsonl"
 _LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
@@ -158,68 +152,6 @@ def _shown(value: Any) -> str:
 log = logging.getLogger(__name__)
 
 _RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second is a prefix, as in conf/train.yaml
-_OWNER = "owner.json"
-
-
-def has_owner(run_dir: str) -> bool:
-    """True if a start of a run has taken this directory."""
-    return os.path.exists(os.path.join(run_dir, _OWNER))
-
-
-class RunTakenOver(PlainError):  # noqa: N818  (an event, which need not be an error)
-    """Another start of this run has taken over its directory."""
-
-
-class OwnershipLock:
-    """Rank 0's ownership lock on the run directory; inactive before `take` and on other ranks."""
-
-    def __init__(self, run_dir: str) -> None:
-        self._path = os.path.join(run_dir, _OWNER)
-        self._token = os.urandom(8).hex()
-        self._seen: tuple[int, int] | None = None
-
-    def take(self) -> None:
-        """Take the directory from its present owner. Raises OSError if it is not writable."""
-        mark = {
-            "token": self._token,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "time": time.strftime("%F %T"),
-        }
-        files.replace(self._path, json.dumps(mark))
-        self._seen = _identity(self._path)
-
-    def check(self) -> None:
-        """Raise `RunTakenOver`, naming the new owner, if the lock has another token.
-
-        Reads the file only if its inode or its time has changed, since the loop calls this before
-        every row and every checkpoint.
-        """
-        if self._seen is None:
-            return
-        try:
-            if _identity(self._path) == self._seen:
-                return
-            mark = files.read_json(self._path)
-        except (OSError, ValueError):
-            # An error of the file system does not prove that another start owns the run.
-            return
-        known = mark if isinstance(mark, dict) else {}
-        if known.get("token") == self._token:
-            return
-        shown = []
-        for key in ("host", "process", "time"):
-            shown.append(files.printable(known.get(key)))
-        host, process, since = shown
-        raise RunTakenOver(
-            f"another start of this run, on {host} (process {process}, {since}), has taken over "
-            f"{os.path.dirname(self._path)}: this one ends without writing anything more"
-        )
-
-
-def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_ino, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -244,13 +176,17 @@ def accept_start(
         finished_steps: finished steps of the restored run; 0 for a new run.
         ownership: the lock of the run directory.
 
-    Raises OSError, and `ConfigError` for records that are too large or not regular files.
+    Raises OSError, and `ConfigError` for records that are too large or not regular files, and for a
+    directory that another start has taken since this one began.
     """
     run_dir = job.run_dir
     try:
         earlier = read_segments(run_dir)
     except OSError as error:  # too large, or not a regular file
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    # Restarted ranks may be half of a job whose network has split; the other half may be live.
+    if not job.restarted:
+        ownership.refuse_live_owner()
     certified = job.certified
     if job.restarted and earlier:
         # Restarted workers may have a different layout, for which the certificate does not hold.
@@ -280,6 +216,7 @@ def accept_start(
     # describe this start. The segment follows, because rows refer to it by its number; the files
     # after it only describe the start, and a crash between them loses no training.
     ownership.take()
+    delete_request(run_dir)
     _append(run_dir, segment)
     files.replace(os.path.join(run_dir, "layout.json"), json.dumps(layout, indent=1))
     with contextlib.suppress(FileNotFoundError):

@@ -55,7 +55,7 @@ def check_script(
     # With a context axis, a torch function mode intercepts attention. This mode would not see calls
     # below another mode, so the script mode is not used.
     if mesh_shape(mesh).context == 1:
-        function_mode.activate(_changed_groups)
+        function_mode.activate(_changed_groups, _unsharded_name)
 
 
 class _ScriptChecks:
@@ -81,10 +81,9 @@ class _ScriptChecks:
 
     def count_step(self, stepped: set[int]) -> bool:
         """Count a step of the parameters with the ids ``stepped``. Return True at the last step."""
-        groups = [each.group for each in self.gathered.groups]
         ours = []
-        for group in groups:
-            for each in group.parameters:
+        for gathered in self.gathered.groups:
+            for each in gathered.group.parameters:
                 ours.append(id(updated_as(each.sharded)))
         if self._remaining is None or stepped.isdisjoint(ours):
             return False
@@ -108,9 +107,15 @@ def _active() -> list[_ScriptChecks]:
 def _changed_groups() -> list[FSDPGroup]:
     groups: list[FSDPGroup] = []
     for checks in _active():
-        for group in checks.gathered.changed():
-            groups.append(group)
+        groups += checks.gathered.changed()
     return groups
+
+
+def _unsharded_name(storage: int) -> str | None:
+    for checks in _active():
+        if storage in checks.gathered.storages:
+            return checks.gathered.storages[storage]
+    return None
 
 
 def _end(reference: weakref.ref[_ScriptChecks]) -> None:

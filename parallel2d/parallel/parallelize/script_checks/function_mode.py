@@ -25,6 +25,7 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.tensors import GATHERED_AS, SHARDED_AS, is_copied_view
 from parallel2d.parallel.model_structure import updated_as
 from parallel2d.parallel.parallelize.block_calls import MIXED, MixedTensorsError
+from parallel2d.parallel.parallelize.script_checks.freed_memory import NameOf, refusing_reads
 from parallel2d.parallel.parallelize.unsharded_parameters import data_was_set
 
 _WHOLE = (
@@ -68,11 +69,12 @@ class ScriptMode(TorchFunctionMode):
 
     Args:
         changed: returns the groups with parameters that changed between a forward and its backward.
+        name_of: returns the name of the unsharded parameter with a storage.
     """
 
-    def __init__(self, changed: Callable[[], list[FSDPGroup]]) -> None:
+    def __init__(self, changed: Callable[[], list[FSDPGroup]], name_of: NameOf) -> None:
         super().__init__()
-        self._changed = changed
+        self._changed, self._name_of = changed, name_of
         # The running optimizer, unless it runs a closure
         self.stepping: Optimizer | None = None
 
@@ -92,7 +94,8 @@ class ScriptMode(TorchFunctionMode):
             for written in _written(name, args, kwargs):
                 if isinstance(written, DTensor):
                     _check_written(name, written, args)
-            result = func(*args, **kwargs)
+            with refusing_reads(name, args, kwargs, self._name_of):
+                result = func(*args, **kwargs)
             if func in _SHARING and isinstance(args[0], DTensor) and _is_copied(args[0]):
                 setattr(result, _COPIED, True)
             return result
@@ -249,10 +252,10 @@ def current_mode() -> ScriptMode | None:
     return _thread.mode
 
 
-def activate(changed: Callable[[], list[FSDPGroup]]) -> None:
+def activate(changed: Callable[[], list[FSDPGroup]], name_of: NameOf) -> None:
     """Activate a mode in this thread, unless one is active."""
     if _thread.mode is None:
-        _thread.mode = ScriptMode(changed)
+        _thread.mode = ScriptMode(changed, name_of)
         function_modes.insert(_thread.mode)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -282,11 +283,11 @@ class Bucket:
     def gradients(self) -> list[Tensor]:
         """Return this rank's shard of each gradient, a view of `buffer`."""
         # After `flatten` every parameter has a gradient.
-        return [parameter.local_gradient for parameter in self.trained]  # type: ignore[misc]
+        return list(map(attrgetter("local_gradient"), self.trained))
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of `gradients`."""
-        return [parameter.sharded for parameter in self.trained]
+        return list(map(attrgetter("sharded"), self.trained))
 
     def parts(self) -> list[Tensor]:
         """Return views of `buffer`, in the order of `parameters`; complex gradients as real
@@ -305,9 +306,7 @@ class Bucket:
         Nothing is copied if they already are views of one tensor, as FSDP's gradients of one group
         are. A parameter without a gradient gets zeros: another replica may have one.
         """
-        gradients = []
-        for parameter in self.trained:
-            gradients.append(parameter.local_gradient)
+        gradients = list(map(attrgetter("local_gradient"), self.trained))
         self._flat = _common_storage(gradients)
         # Several groups have several storages at first.
         if self._flat is None:
@@ -340,10 +339,8 @@ class Bucket:
         self.buffer().zero_()
 
     def _allocate(self) -> None:
-        first, shapes = self.trained[0], [parameter.local_size for parameter in self.trained]
-        sizes = []
-        for shape in shapes:
-            sizes.append(shape.numel())
+        first, shapes = self.trained[0], list(map(attrgetter("local_size"), self.trained))
+        sizes = list(map(torch.Size.numel, shapes))
         dtype, device = first.gradient_dtype, first.sharded.device
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         pieces = self._flat.split(sizes)
@@ -376,7 +373,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
         # The order in storage may differ from the order of the parameters.
         begin = min(begin, tensor.storage_offset())
         end = max(end, tensor.storage_offset() + tensor.numel())
-    filled = sum(tensor.numel() for tensor in found)
+    filled = sum(map(Tensor.numel, found))
     if end - begin != filled:
         return None
     return first.as_strided((filled,), (1,), begin)
@@ -482,9 +479,7 @@ class BucketQueue:
                 kinds.append((each.comm_format, each.gradient_dtype))
             filled = fill_buckets(sizes, kinds, self.bucket_bytes)
             for index, members in enumerate(filled):
-                inside = []
-                for member in members:
-                    inside.append(groups[member])
+                inside = list(map(groups.__getitem__, members))
                 self._buckets.append(Bucket(index, inside, last=index == len(filled) - 1))
         return self._buckets[self._next :]
 

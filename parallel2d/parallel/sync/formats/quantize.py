@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy
 import torch
@@ -163,9 +164,7 @@ class BlockQuantizer:
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
         """Yield views of the blocks' values, by tensor."""
-        counts = []
-        for shape in shapes:
-            counts.append(blocks_of(shape.numel()))
+        counts = list(map(blocks_of, map(torch.Size.numel, shapes)))
         for part, shape in zip(rows.split(counts), shapes, strict=True):
             yield part.view(-1)[: shape.numel()].view(shape)
 
@@ -205,8 +204,8 @@ class BlockNoise:
         # numpy arrays on the host, because their values decide sizes.
         counts = numpy.array(list(map(blocks_of, numels)))
         blocks_before = counts.cumsum() - counts
-        starts = numpy.array([piece.start for piece in pieces]) - blocks_before * BLOCK
-        keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
+        starts = numpy.array(list(map(attrgetter("start"), pieces))) - blocks_before * BLOCK
+        keys = numpy.array(list(map(attrgetter("key"), pieces)), dtype=numpy.int32)
         of_block = starts.repeat(counts) + numpy.arange(counts.sum()) * BLOCK
         # Positions wrap around in int32, like the products in `uniform`.
         pairs = numpy.stack([of_block.astype(numpy.int32), keys.repeat(counts)])

@@ -329,8 +329,8 @@ class OuterSync(UpdateFollower):
     def as_parameters(self) -> AbstractContextManager[None]:
         pairs = []
         for each in self.parameters.values():
-            pairs.append((each.outer.detach(), each.own.detach()))
-        return equal((local_part(outer), local_part(own)) for outer, own in pairs)
+            pairs.append((local_part(each.outer.detach()), local_part(each.own.detach())))
+        return equal(pairs)
 
     def residuals(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -69,16 +69,13 @@ class ErrorFeedback(UpdateFollower):
         self.replicas = model.group.size()
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
-            # Frozen parameters too, since they may be trained later.
-            kept = []
-            for each in group.parameters:
-                if each.name in names:
-                    kept.append(each)
-            self._parameters |= {each.name: each for each in kept}
+            # Frozen parameters are included, because they may be trained later.
+            self._parameters |= {each.name: each for each in group.parameters if each.name in names}
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}
-        # Set by a reduction, until the optimizer's step or until gradients are dropped
+        # Error feedback of the last reduction, until the optimizer's step or until gradients are
+        # dropped
         self._next: dict[PartName, StoredBlocks] = {}
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:

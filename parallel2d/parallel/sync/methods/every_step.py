@@ -196,11 +196,9 @@ class RoundedReduction:
             again = any(each.adds_to_means for each in bucket.groups)
             quantized = []
             for comm_format, members in self.by_format(bucket).items():
-                parts = []
-                for each, part in members:
-                    parts.append(GradientPart((each.name, 0), each.start, part))
-                results = []
-                for _, gradient in members:
+                parts, results = [], []
+                for each, gradient in members:
+                    parts.append(GradientPart((each.name, 0), each.start, gradient))
                     results.append(gradient)
                 quantized.append(self.quantized(comm_format, parts, results, again=again))
         # The all-to-all starts here; the first step waits for it and starts the all-gather of the

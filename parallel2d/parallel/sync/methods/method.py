@@ -114,7 +114,7 @@ class GroupTraffic(NamedTuple):
     @property
     def reduced_numel(self) -> int:
         """Elements of all gradients."""
-        return sum(shape.numel() for shape in self.reduced_shapes)
+        return sum(map(torch.Size.numel, self.reduced_shapes))
 
     @property
     def sum_itemsize(self) -> int:

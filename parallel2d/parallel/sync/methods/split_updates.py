@@ -138,9 +138,7 @@ class ScatterToOwners(RoundedReduction):
     def start(self, bucket: Bucket) -> list[Wait]:
         """Begin to average the owned rows of the bucket over the replicas."""
         owners = self.residuals
-        begun = []
-        for each in self.by_format(bucket).items():
-            begun.append(self._form(*each))
+        begun = list(itertools.starmap(self._form, self.by_format(bucket).items()))
         # The messages are copies of the buffer. Its memory may be freed on the host now, but the
         # copies may still run on the stream of the buckets.
         keep_until_done(bucket.buffer())
@@ -190,9 +188,7 @@ class ScatterToOwners(RoundedReduction):
         # Gradients are never sent in a wider dtype than their own.
         if comm_format.item_bytes > members[0][1].itemsize:
             comm_format = format_of(members[0][1].dtype)
-        parameters = []
-        for parameter, _ in members:
-            parameters.append(parameter)
+        parameters, _ = zip(*members, strict=True)
         by_owner = list(zip(*(owners.parts(*each) for each in members), strict=True))
         again = any(owners.owned(parameter).grad is not None for parameter in parameters)
         quantized = self.quantized(
@@ -200,10 +196,8 @@ class ScatterToOwners(RoundedReduction):
         )
         (message,) = quantized.contribution(owners.replica, 1)
         quantized.keep_errors()
-        shapes = []
+        shapes, lengths = [], []
         for parts in by_owner:
             shapes.append([part.values.shape for part in parts])
-        lengths = []
-        for each in shapes:
-            lengths.append(comm_format.bytes_of(each) // message.itemsize)
+            lengths.append(comm_format.bytes_of(shapes[-1]) // message.itemsize)
         return _Form(parameters, quantized, lengths, shapes[owners.replica]), message

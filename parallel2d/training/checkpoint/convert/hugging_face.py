@@ -180,13 +180,10 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
     layers = [name for name in source.tensors if name.endswith(".attention_norm.weight")]
     arguments["n_layers"] = len(layers)
     arguments["tie_embeddings"] = "output.weight" in source.tied
-    renamed = _llama_names(len(layers))
-    names = {}
-    for ours, theirs in renamed.items():
+    names, ours_of = {}, {}
+    for ours, theirs in _llama_names(len(layers)).items():
         names[f"model/{ours}"] = f"model/{theirs}"
-    ours_of = {}
-    for ours, theirs in names.items():
-        ours_of[theirs] = ours
+        ours_of[f"model/{theirs}"] = f"model/{ours}"
     settings = {"path": None, "architecture": "llama", "head": "causal_lm"}
     return replace(
         source,
@@ -212,22 +209,20 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     settings = source.layout.get("model")
     of_library = isinstance(settings, dict) and settings.get("family") == "hf"
     allowed = _MOVED if of_library else tuple(_ARGUMENTS)
-    unknown = []
     for key in given:
         if key not in allowed:
-            unknown.append(key)
-    if unknown:
-        raise ConfigError(f"--model {unknown[0]}: it is not one of {', '.join(allowed)}")
+            raise ConfigError(f"--model {key}: it is not one of {', '.join(allowed)}")
     moved = given
     if not of_library:
         source, moved = _as_library_model(source, given), {}
     os.mkdir(folder)
     model = _library_model(source.layout, folder, **moved)
     stored = _stored_names(source, model)
-    dtypes = []
+    floating = []
     for name in stored.values():
-        dtypes.append(DTYPES[source.tensors[name][0]])
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+        dtype = DTYPES[source.tensors[name][0]]
+        if dtype.is_floating_point:
+            floating.append(dtype)
     # The configuration records the widest dtype.
     model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
     # `save_pretrained` reads the values of a model with offloaded weights through this hook of

@@ -1,0 +1,226 @@
+"""The ownership of a run directory: `OwnershipLock`, and `wait_for_owner` of a later start.
+
+[Note: two halves of a job] When a network splits, both halves may continue as the survivors of the
+job, and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off.
+Therefore every start first writes its ownership lock into the run directory, and rank 0 checks at
+every step that the lock still has its token. The half that started first ends, and joins the other
+half once it can reach it.
+
+[Note: a second start] A user or a scheduler may start the same command twice. The later start
+writes a request into the run directory and waits. The earlier start reads the request in its next
+step, saves, ends, and marks its lock as ended; then the later start restores that checkpoint. An
+owner that is gone is not waited for: its process has ended on this machine, or the time of
+``owner.json``, its heartbeat, is old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from parallel2d.base import files
+from parallel2d.base.errors import ConfigError, PlainError
+from parallel2d.base.files.private_folders import process_identity
+
+_OWNER, _REQUEST = "owner.json", "takeover.json"
+_HEARTBEAT_S = 5.0
+_STALE_S = 20.0  # age of the heartbeat of an owner that is gone
+# Below the 300 s for which the other ranks wait for rank 0
+_LONGEST_WAIT_S = 240.0
+
+
+def has_owner(run_dir: str) -> bool:
+    """True if a start of a run has taken this directory."""
+    return os.path.exists(os.path.join(run_dir, _OWNER))
+
+
+class RunTakenOver(PlainError):  # noqa: N818  (an event, which need not be an error)
+    """Another start of this run has taken over its directory."""
+
+
+class OwnershipLock:
+    """Rank 0's ownership lock on the run directory; inactive before `take` and on other ranks.
+
+    Args:
+        saves: the start saves checkpoints, and can therefore give way without a loss.
+    """
+
+    def __init__(self, run_dir: str, saves: bool = True) -> None:
+        self._run_dir, self._path = run_dir, os.path.join(run_dir, _OWNER)
+        self._mark = {"token": os.urandom(8).hex(), "saves": saves}
+        self._seen: tuple[int, int] | None = None
+        self._last_heartbeat = 0.0
+
+    def take(self) -> None:
+        """Take the directory from its present owner. Raises OSError if it is not writable."""
+        self._mark |= _this_process()
+        files.replace(self._path, json.dumps(self._mark))
+        self._seen = _identity(self._path)
+
+    def refuse_live_owner(self) -> None:
+        """Raise `ConfigError` if another start that still trains owns the directory."""
+        owner = _read(self._path)
+        if _is_live(self._run_dir, owner):
+            raise ConfigError(
+                f"{_named(owner)} began to train in {self._run_dir} at the same moment: end it "
+                "before this one, or set another hydra.run.dir"
+            )
+
+    def check(self) -> None:
+        """Raise `RunTakenOver`, naming the new owner, if the lock has another token.
+
+        Reads the file only if its inode or its time has changed, since the loop calls this before
+        every row and every checkpoint.
+        """
+        if self._seen is None:
+            return
+        try:
+            identity = _identity(self._path)
+            if identity == self._seen:
+                return
+            mark = files.read_json(self._path)
+        except (OSError, ValueError):
+            # An error of the file system does not prove that another start owns the run.
+            return
+        known = mark if isinstance(mark, dict) else {}
+        if known.get("token") == self._mark["token"]:
+            self._seen = identity  # a heartbeat
+            return
+        raise RunTakenOver(
+            f"{_named(known)} has taken over {self._run_dir}: this one ends without writing "
+            "anything more"
+        )
+
+    def requester(self) -> str | None:
+        """Return the name of a start that waits for this one to save and end; None without one, and
+        on ranks without the lock."""
+        if self._seen is None:
+            return None
+        request = os.path.join(self._run_dir, _REQUEST)
+        # lstat, because most steps have no request.
+        return _named(_read(request)) if os.path.lexists(request) else None
+
+    def send_heartbeat(self) -> None:
+        """Set the time of the lock, at most once in 5 s. Other threads may call it."""
+        if self._seen is None or time.monotonic() - self._last_heartbeat < _HEARTBEAT_S:
+            return
+        self._last_heartbeat = time.monotonic()
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+
+    def release(self) -> None:
+        """Mark the lock as ended, after the last write of this start."""
+        if self._seen is None or _read(self._path).get("token") != self._mark["token"]:
+            return
+        self._seen = None
+        with contextlib.suppress(OSError):
+            files.replace(self._path, json.dumps({**self._mark, "ended": time.strftime("%F %T")}))
+
+
+def wait_for_owner(
+    run_dir: str, log: Callable[[str], object], limit_s: float = _LONGEST_WAIT_S
+) -> None:
+    """Wait until an earlier start that still trains in ``run_dir`` has saved and ended; see [Note:
+    a second start].
+
+    Raises `ConfigError` for an earlier start that saves no checkpoints, or that has not ended after
+    ``limit_s`` seconds.
+    """
+    path, request = os.path.join(run_dir, _OWNER), os.path.join(run_dir, _REQUEST)
+    owner = _read(path)
+    if not _is_live(run_dir, owner):
+        return
+    where = f"{_named(owner)} trains in {run_dir}"
+    if not owner.get("saves"):
+        raise ConfigError(
+            f"{where} and saves no checkpoints: end it before this one, or set another "
+            "hydra.run.dir"
+        )
+    log(f"{where}; waiting until it has saved and ended")
+    end = time.monotonic() + limit_s
+    try:
+        while _is_live(run_dir, owner):
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{where} and has not saved and ended within {limit_s:g} s: end it before "
+                    "this one, or set another hydra.run.dir"
+                )
+            if not os.path.lexists(request):  # another start may have deleted it
+                files.replace(request, json.dumps(_this_process()))
+            time.sleep(0.1)
+            owner = _read(path)  # the first rank of the earlier start may change
+    finally:
+        delete_request(run_dir)
+
+
+def delete_request(run_dir: str) -> None:
+    """Delete the request of a later start, if one exists."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(run_dir, _REQUEST))
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "identity": process_identity(os.getpid()),
+        "time": time.strftime("%F %T"),
+    }
+
+
+def _named(mark: dict[str, Any]) -> str:
+    """Name the start that has written a mark."""
+    shown = []
+    for key in ("host", "process", "time"):
+        shown.append(files.printable(mark.get(key)))
+    host, process, since = shown
+    return f"another start of this run, on {host} (process {process}, {since}),"
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return a mark; empty for a file that is missing or is not a mark."""
+    with contextlib.suppress(OSError, ValueError):
+        mark = files.read_json(path)
+        if isinstance(mark, dict):
+            return mark
+    return {}
+
+
+def _is_live(run_dir: str, owner: dict[str, Any]) -> bool:
+    """True if the owner is another process that still trains."""
+    theirs, own = owner.get("identity"), process_identity(os.getpid())
+    if "ended" in owner or not isinstance(theirs, str) or theirs == own:
+        return False
+    if _heartbeat_age(run_dir) >= _STALE_S:
+        return False
+    machine, _, process = theirs.partition("/")
+    number = process.partition("-")[0]
+    if machine == "unknown" or machine != own.partition("/")[0] or not number.isdecimal():
+        return True
+    return process_identity(int(number)) == theirs
+
+
+def _heartbeat_age(run_dir: str) -> float:
+    """Return the seconds since the last heartbeat of the owner, by the clock of the file system."""
+    probe = os.path.join(run_dir, f"{_REQUEST}.{os.getpid()}")
+    try:
+        with open(probe, "w", opener=files.regular) as file:
+            now = os.fstat(file.fileno()).st_mtime
+        # An open file has its present time, also on a network file system.
+        with files.open_regular(os.path.join(run_dir, _OWNER)) as file:
+            return now - os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return _STALE_S
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
