@@ -1,4 +1,4 @@
 """Plain ``nn.Module`` models, each with its tensor-parallel plan.
 
-Of parallel2d they use only the checked reading of JSON files.
+The models import only the checked JSON reader of parallel2d.
 """

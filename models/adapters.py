@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Arguments of peft.LoraConfig that change only the named layers, and whose initial values are those
-# of the base, or norms of its rows. Others would need unsharded weights, or tensors that are not
-# saved.
+# Arguments of peft.LoraConfig that change only the named layers, and whose initial values are
+# weights of the base, or norms of their rows. Other arguments would need unsharded weights, or
+# tensors that are not saved.
 ARGUMENTS = (
     "r",
     "lora_alpha",
@@ -75,7 +75,7 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
             "features of peft (other initial values, 4-bit bases) are not supported"
         )
     initial = arguments.get("init_lora_weights", True)
-    # Not with `in`: 1 equals True.
+    # `in` would also accept 1, which equals True.
     if initial is not True and initial != "gaussian":
         raise ValueError(
             f"init_lora_weights={initial} must be true or gaussian: others are computed from the "
@@ -234,8 +234,8 @@ def plain_settings(settings: Any) -> dict[str, Any]:
 def checked_settings(plain: Mapping[str, Any]) -> Any:
     """Return the ``peft.LoraConfig`` of ``plain``, as read from a file; see `plain_settings`.
 
-    Raises ValueError for another method, and for an argument outside of `ARGUMENTS` with another
-    value than its default.
+    Raises ValueError if the method is not LoRA, or if an argument outside of `ARGUMENTS` has a
+    value other than its default.
     """
     if plain.get("peft_type") != "LORA":
         raise ValueError(f"peft_type={plain.get('peft_type')}: only LORA is converted")
@@ -251,7 +251,8 @@ def reset_adapter(layer: Any, model: nn.Module, is_given: Callable[[str], bool])
     """Initialize the adapters of a layer of ``model``, if any, by peft's own rule.
 
     One factor is random, the other is zero. Raises ValueError for adapters with initial values that
-    are computed from the base's weights, unless ``is_given`` of the name in the layer.
+    are computed from the base's weights. DoRA's magnitude is allowed if ``is_given(name)`` is true
+    for its name in the layer.
     """
     if not hasattr(layer, "reset_lora_parameters"):
         return

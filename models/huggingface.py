@@ -119,8 +119,8 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
 
 
 def _check_settings(settings: Any) -> None:
-    """Raise ValueError for settings that stand for more than a structure, and for more modules
-    than any model has; the library would build for minutes.
+    """Raise ValueError for settings that name files or code, and for more modules than any model
+    has, which the library would build for minutes.
 
     Args:
         settings: of any origin; a mapping, possibly nested. Other values are ignored.
@@ -136,7 +136,7 @@ def _check_settings(settings: Any) -> None:
             )
         of_others = (
             str(key).endswith("_implementation") and "/" in str(value),
-            # Other libraries read the files that these name, or download them.
+            # These settings name files that other libraries read or download.
             key in _FOREIGN and value,
             key == "model_type" and str(value).startswith("timm"),
         )
@@ -205,7 +205,7 @@ def build(
 def _disable_cache(config: Any) -> None:
     """Disable the key-value cache for generation, also in nested configurations.
 
-    Recomputed layers must not fill it.
+    Recomputed layers must not fill this cache.
     """
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -326,7 +326,7 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
     rules: list[Any] = get_model_conversion_mapping(twin)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    # Of two rules with one pattern the later rule wins, as in the library.
+    # If two rules have the same pattern, the later rule is used, as in the library.
     by_pattern: dict[str, Any] = {}
     for rule in converters:
         by_pattern |= dict.fromkeys(rule.source_patterns, rule)

@@ -48,7 +48,7 @@ def _plan(composition: Composition) -> None:
     from parallel2d.instruments.planner.layout_cost import seconds_in_bf16
     from parallel2d.instruments.planner.layout_search import command_line, fixed_keys, search
     from parallel2d.instruments.planner.scaling import scale
-    from parallel2d.training.device_defaults import resolved_for_plan
+    from parallel2d.training.auto_precision import resolved_for_plan
 
     torch.set_num_threads(1)
     given = composition.words

@@ -65,7 +65,8 @@ def parser(program: str) -> argparse.ArgumentParser:
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.preflight"
 ) -> int:
-    """Return the exit code: 0 fit, 1 not fit, 2 wrong arguments, 130 interrupted."""
+    """Return the exit code: 0 all checks passed, 1 a check failed, 2 wrong arguments, 130
+    interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_standard_streams()
     try:

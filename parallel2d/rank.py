@@ -72,7 +72,7 @@ def check_main(words: Sequence[str]) -> int:
     text, nodes, workers = words
     with failures_reported_once(RankIdentity(0, 1, 0, 0, 1, "self"), None):
         from parallel2d.training.assemble import check
-        from parallel2d.training.device_defaults import resolved_here
+        from parallel2d.training.auto_precision import resolved_here
 
         check(resolved_here(from_yaml(text)), Topology.equal_hosts(int(nodes), int(workers)))
     return 0
@@ -137,7 +137,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
     from parallel2d.base.exchange import check_shared
     from parallel2d.base.runtime import process_group
     from parallel2d.launching import rank_signals, replica_loss
-    from parallel2d.training.device_defaults import resolved_on_ranks
+    from parallel2d.training.auto_precision import resolved_on_ranks
 
     rank_signals.listen()
     _log_to(job.run_dir, identity)
@@ -158,7 +158,7 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
         together=together,
         replica_backend=policy.backend,
     ) as runtime:
-        # Inside the process group, so that nothing waits for peers on the way out.
+        # Called inside the process group, so that this rank does not wait for peers when it exits.
         with failures_reported_once(identity, store, job.run_dir):
             try:
                 check_shared(job.run_dir)
@@ -178,8 +178,8 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
 def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
     """Run the parity check of the job's layout. Collective.
 
-    Returns the certificate, written here if no training follows; None if no check is requested.
-    Raises `ConfigError` for a layout with other results than the reference run.
+    Returns the report; None if no check is requested. If no training follows, this function also
+    writes the report. Raises `ConfigError` for a layout with other results than the reference run.
     """
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):

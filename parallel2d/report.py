@@ -64,7 +64,7 @@ def _read(given: Sequence[str]) -> list[Run]:
     paths = find_runs(given)
     if len(paths) > _MOST_RUNS:
         raise ConfigError(
-            f"{len(paths)} runs are too many for one page, of at most {_MOST_RUNS}: name some"
+            f"{len(paths)} runs exceed the {_MOST_RUNS} runs of one page: name fewer runs"
         )
     base = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     runs: list[Run] = []
@@ -78,7 +78,7 @@ def _read(given: Sequence[str]) -> list[Run]:
                 raise
             print(f"parallel2d: omitted: {files.for_terminal(error)}", file=sys.stderr)
     if not runs:
-        raise ConfigError("no run is left to report on")
+        raise ConfigError("no run can be reported")
     return runs
 
 

@@ -95,7 +95,7 @@ def _plan(composition: Composition) -> int:
 
     from parallel2d.instruments.planner.layout_cost import cost_of, planned_topology
     from parallel2d.instruments.planner.plan_text import shortage, summary
-    from parallel2d.training.device_defaults import resolved_for_plan
+    from parallel2d.training.auto_precision import resolved_for_plan
 
     torch.set_num_threads(1)
     config = composition.config
@@ -145,8 +145,8 @@ def _launch(job: Job) -> float | None:
 def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
     """Start the server process that forks ranks, and import the agent in the meantime.
 
-    An impossible mesh is refused before, in a third of the time. Ctrl-C waits for the imports: some
-    libraries lose an interrupt during an import, or stay half imported.
+    An impossible mesh is refused before the imports, so that the error appears early. Ctrl-C
+    waits for the imports: some libraries lose an interrupt during an import, or stay half imported.
     """
     open_files.prepare_rank(nodes * workers)
     open_files.prepare_launcher(workers)

@@ -130,7 +130,6 @@ CASES = [
     ((*TEXT, "train.micro_batch_size=3"), ["train.global_batch_size=32", "micro_batch_size 3"]),
     ((*TEXT, "compile=block", "compile.backend=nonesuch"), ["compile.backend=nonesuch", "inductor"]),
     ((*TEXT, "fsdp.symmetric_memory=true"), ["fsdp.symmetric_memory=true needs GPUs"]),
-    ((*TEXT, "compile=block", "mesh.context=2"), ["compile=block", "mesh.context=2"]),
     (("hydra.run.dir=taken",), ["run directory", "taken"]),
     (("cluster=h1000",), ["did you mean h100?"]),
     (("cluster=h100", "cluster.inside_node.latency_us=-2"),

@@ -217,7 +217,7 @@ GOOD = json.dumps({"text": "good"}).encode() + b"\n"
         ("a.jsonl", GOOD + b'\n["list"]\n', "a.jsonl:3: a row must be an object, got list"),
         ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: no field data.text_field=text; fields: body"),
         ("a.jsonl", GOOD + b'{"text": 3}\n', "a.jsonl:2: the text is not a string"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: the text has half a surrogate pair"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: the text has half of a surrogate pair"),
         ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8"),
         ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "a.jsonl:2: not JSON"),
         ("a.jsonl", GOOD + b'{"segments": [1]}\n', "a.jsonl:2: segments must be"),

@@ -17,13 +17,13 @@ from torch import nn
 import parallel2d
 from parallel2d import ParallelConfig
 from parallel2d.base import device
-from parallel2d.base.config import CompileConfig
+from parallel2d.base.config import BucketingConfig, CompileConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape
 from parallel2d.parallel.parallelize.compilation import compile_blocks
 from parallel2d.parallel.parallelize.layout import Workload, resolve
-from parallel2d.training.device_defaults import resolved, resolved_for_plan
+from parallel2d.training.auto_precision import resolved, resolved_for_plan
 
 PACKAGE = Path(parallel2d.__file__).parent
 # A feature that only CUDA has, by file
@@ -93,14 +93,17 @@ def test_graph_breaks_of_equal_blocks_are_logged_once(caplog):
 def test_compile_auto_compiles_repeated_blocks_on_a_gpu_and_nothing_else():
     blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
 
-    def chosen(model, device_type, **axes):
+    def chosen(model, device_type, named=None, **axes):
         workload = Workload(device_type=device_type)
-        config = ParallelConfig(compile="auto")
+        config = ParallelConfig(compile="auto", bucketing=BucketingConfig("block", blocks=named))
         return resolve(config, MeshShape(1, 1, **axes), model, workload).config.compile.name
 
     assert chosen(blocks, "cuda") == "block"
     assert chosen(blocks, "cpu") == "none"
-    assert chosen(blocks, "cuda", context=2) == "none"
+    assert chosen(blocks, "cuda", context=2) == "block"
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)))
+    assert chosen(stages, "cuda", ["Linear"]) == "block"
+    assert chosen(stages, "cuda", ["Linear"], context=2) == "none"
     assert chosen(nn.Linear(2, 2), "cuda") == "none"
 
 

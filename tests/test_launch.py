@@ -530,8 +530,9 @@ def test_store_command_listens_on_the_given_address(store_command, server):
 
 
 @pytest.mark.slow
-def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks():
-    script = ["-m", "tools.bench.scale", "--ranks", "16"]
+@pytest.mark.parametrize("words", [(), ("strategy=ddp", "launch.max_restarts=1")])
+def test_descriptors_of_a_rank_grow_by_less_than_half_of_the_ranks(words):
+    script = ["-m", "tools.bench.scale", "--ranks", "16", "--words", *words]
     done = jobs.run_python(*script, timeout=400)
     assert done.returncode == 0, done.stderr
     row = done.stdout.splitlines()[-1].strip("|").split("|")

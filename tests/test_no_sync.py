@@ -61,6 +61,18 @@ def _counted(mode):
     model.zero_grad()
     backward(model, batches[0])
     equal = equal and same(take_gradients(model), expected)
+    with CollectiveCounter() as by_setters:
+        for index, batch in enumerate(batches):
+            last = index == MICRO_BATCHES - 1
+            model.set_requires_gradient_sync(last or mode != "none")
+            model.set_requires_all_reduce(last or mode == "full")
+            model.set_is_last_backward(last or mode == "full")
+            backward(model, batch)
+    gradients = take_gradients(model)
+    for batch in accumulate(model, batches, mode):
+        backward(model, batch)
+    equal = equal and same(gradients, take_gradients(model))
+    equal = equal and reductions(by_setters) == reductions(accumulated)
     size = sum(parameter.numel() for parameter in model.parameters())
     counters = (accumulated, inside, after, alone)
     return [reductions(counter) for counter in counters], equal, size
@@ -80,7 +92,9 @@ GROUPS = 3  # two blocks and the root
 def test_each_axis_sends_the_bytes_of_its_accumulation_mode(
     ranks, mode, inside_shard, inside_replicate
 ):
-    """In addition, `zero_grad` drops the remainder of a micro-batch."""
+    """In addition, `zero_grad` drops the remainder of a micro-batch, and FSDP's own methods select
+    the same axes.
+    """
     for (accumulated, inside, after, alone), equal, size in ranks.run(4, _counted, mode):
         # of one micro-batch: reduce-scatter of everything, all-reduce of a shard in one bucket
         whole, part = (GROUPS, size), (1, size // 2)

@@ -53,8 +53,9 @@ def test_plan_leaves_no_files_or_process_group(tmp_path, monkeypatch, capsys):
     assert re.search(r"replicate [\d.]+ [GM]B, between hosts", text)
 
 
-def test_the_train_command_plans_instead_of_training(capsys):
-    words = [*SMALL, "plan.verify=false"]
+@pytest.mark.parametrize("mesh", [[], ["mesh.context=2"]])
+def test_the_train_command_plans_instead_of_training(capsys, mesh):
+    words = [*SMALL, "plan.verify=false", *mesh]
     assert train.main([*words, "plan.dry_run=true"]) == 0
     dry = capsys.readouterr().out
     assert plan.main([*words, "plan.dry_run=true"]) == 0

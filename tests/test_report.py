@@ -152,7 +152,7 @@ def test_more_runs_than_a_page_can_show_are_refused(folder, capsys):
     for number in range(24):
         write_run(folder / f"more-{number}", [segment(1, 1, FOUR)], [row(1, 1, 1.0)])
     assert command.main([str(folder), "--markdown"]) == 2
-    assert "27 runs are too many for one page" in capsys.readouterr().err
+    assert "27 runs exceed the 24 runs of one page" in capsys.readouterr().err
 
 
 def test_report_lists_events_of_a_run(folder):

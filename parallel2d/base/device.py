@@ -89,8 +89,7 @@ def choose_device(local_rank: int) -> torch.device:
             f"LOCAL_RANK={local_rank}, but this node has {count} devices of type {kind} and two "
             "ranks cannot share one; start fewer processes per node"
         )
-    # Read when the allocator starts. Segments that grow keep memory from being split into pieces
-    # that no later request fits.
+    # torch reads this variable when its allocator starts. Expandable segments reduce fragmentation.
     if kind == "cuda" and not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     device = torch.device(kind, local_rank if count > 1 else 0)
@@ -126,8 +125,8 @@ def bound_device(device: torch.device) -> torch.device | None:
     """
     if device.type == "cpu" or dist.get_default_backend_for_device(device.type) != "nccl":
         return None
-    # Asynchronous collectives run on streams of NCCL, which have normal priority by default. Those
-    # of FSDP2 run on its own streams of high priority.
+    # NCCL runs asynchronous collectives on its own streams, which have normal priority by default.
+    # FSDP2 uses high-priority streams.
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     return device
 

@@ -32,10 +32,7 @@ def nearest_matches(
     for choice in choices:
         words[str(choice).lower()] = str(choice)
     found = difflib.get_close_matches(str(word).lower(), words, n=count, cutoff=alike)
-    matches: list[str] = []
-    for each in found:
-        matches.append(words[each])
-    return matches
+    return list(map(words.__getitem__, found))
 
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:

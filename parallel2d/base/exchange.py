@@ -39,15 +39,15 @@ _meeting: Callable[[str], None] | None = None
 
 
 def meet_before_collectives(function: Callable[[str], None]) -> None:
-    """Have ``function`` called before each collective of all ranks that belongs to no model. It
-    raises an error where ranks do not come to the same point."""
+    """Register ``function``, which `meet` calls before a collective of all ranks outside of a
+    model. ``function`` raises an error on ranks that call different collectives."""
     global _meeting
     _meeting = function
 
 
 def meet(point: str) -> None:
-    """Check, where ranks share a model, that all come to ``point``."""
-    # Ranks of a replica that was lost may join late.
+    """Check that all ranks that share a model reach ``point``, a place in the script."""
+    # The ranks of a joining replica reach the point later than the other ranks.
     if _meeting is not None and current() is None:
         _meeting(point)
 
@@ -57,8 +57,8 @@ _members: ContextVar[dist.ProcessGroup | None] = ContextVar("members", default=N
 
 @contextlib.contextmanager
 def among(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Run the exchanges of all ranks inside over the ranks of ``group``, in this thread. None
-    changes nothing."""
+    """Restrict the exchanges of this thread to the ranks of ``group`` inside the context. None does
+    not change the ranks."""
     token = _members.set(group or _members.get())
     try:
         yield
@@ -78,8 +78,8 @@ def members() -> list[int]:
 
 
 def leader(group: dist.ProcessGroup | None = None) -> int:
-    """Return the global rank that speaks for ``group``: its first one, or the first live rank if
-    it has all ranks. Default: the ranks of `among`."""
+    """Return the global rank of the leader of ``group``: its first rank, or the first live rank if
+    ``group`` has all ranks. Default: the ranks of `among`."""
     group = group or _members.get()
     if group is None or group.size() == dist.get_world_size():
         return first_rank()
@@ -157,23 +157,16 @@ def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
     # Gathering needs tensors of one shape: pad with zeros to the longest.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
-    received = []
-    for _ in sizes:
-        received.append(torch.zeros_like(own))
+    received = [torch.zeros_like(own) for _ in sizes]
     dist.all_gather(received, own, group=group)
-    found: list[Tensor] = []
-    for each, size in zip(received, sizes, strict=True):
-        found.append(each[:size])
-    return found
+    return [each[:size] for each, size in zip(received, sizes, strict=True)]
 
 
 def _decoded(received: list[Tensor]) -> list[Any]:
-    data_of_all = []
-    for part in received:
-        data_of_all.append(part.cpu().numpy().tobytes())
-    # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
     found: list[Any] = []
-    for data in data_of_all:
+    for part in received:
+        data = part.cpu().numpy().tobytes()
+        # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
         if data[:1].strip(b"\0"):
             found.append(decode(data))
     return found

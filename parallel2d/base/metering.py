@@ -1,8 +1,8 @@
 """Marks of collectives for a meter: `control_traffic` and `wait`. Both are nearly free while no
 meter is installed.
 
-torch's hooks of a process group see the start of each collective of the group. They see neither the
-purpose of a collective nor the place of the wait for an asynchronous one.
+torch's hooks of a process group see the start of each collective of the group. The hooks do not see
+the purpose of a collective, or the wait for an asynchronous collective.
 """
 
 from __future__ import annotations

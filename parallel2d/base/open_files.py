@@ -20,10 +20,10 @@ def raise_limit() -> int:
 
 
 def prepare_rank(ranks: int, *, replicas: int = 1) -> None:
-    """Raise the soft limit of this process, so that one rank of a job of ``ranks`` can run in it:
-    it connects to some of its peers, and opens files. ``replicas``: their number if they may be
-    lost; their groups connect it to its peers in all of them. Raises `ConfigError` for a hard limit
-    that is too low."""
+    """Raise the soft limit of this process, so that one rank of a job of ``ranks`` ranks can run in
+    it. A rank opens files and connects to some of its peers. ``replicas``: the number of replicas
+    if replicas may fail, because a rank then connects to its peer in each replica. Raises
+    `ConfigError` for a hard limit that is too low."""
     _prepare(int(0.5 * (ranks - 1)) + 5 * (replicas - 1) + 60, f"a rank of {ranks}")
 
 

@@ -142,8 +142,8 @@ def setup(
 
     The backend is gloo on CPU; with GPUs it is NCCL for GPU tensors and gloo for CPU tensors, and
     the GPU of ``LOCAL_RANK`` becomes the current device. `setup` may be called again after
-    `teardown`. The connection to the store stays open in between, because its address may be taken
-    by then.
+    `teardown`. The connection to the store stays open in between, because another process may take
+    the address of a closed store.
 
     Args:
         timeout_s: seconds that a collective may wait for a late rank after
@@ -152,8 +152,8 @@ def setup(
             ``timeout_s``. See [Note: two timeouts].
         host_id: overrides the detected host identity; `parallel2d.build_mesh` derives the ranks of
             each node from it.
-        replicas: True to train on when replicas are lost; see `parallel2d.Replicas`. ``launch run``
-            starts lost replicas again, on CPU.
+        replicas: True if training continues after replicas have failed; see `parallel2d.Replicas`.
+            ``launch run`` restarts failed replicas on CPU.
 
     Raises:
         ConfigError: if a process group exists, for incomplete environment variables, more ranks
@@ -163,7 +163,7 @@ def setup(
     if dist.is_initialized():
         raise ConfigError(
             "setup: a default process group exists already; leave it to setup, or call teardown() "
-            "before a second one"
+            "before the next setup()"
         )
     if first_timeout_s is not None and first_timeout_s < timeout_s:
         raise ConfigError(
@@ -185,10 +185,10 @@ def setup(
         store = dist.PrefixStore(f"parallel2d/setup/{_setups}", _stores[key])
     together = None
     starts_again = AGENT in os.environ and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-    # On a device all ranks restart after a loss.
+    # With accelerators all ranks restart after a failure.
     if replicas and starts_again and devices.accelerator_type() == "cpu":
         if _setups:
-            raise ConfigError("setup(replicas=True): once in a process")
+            raise ConfigError("setup(replicas=True) can be called only once in a process")
         # Launchers read the failed replicas from this store.
         together, store = identity.world_size, _stores[key]
     _setups += 1
@@ -370,11 +370,11 @@ def release_groups() -> None:
 
 
 def patient_group(timeout: timedelta, part: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks, or those of ``part``, for work that waits for disks:
+    """Create a gloo group of all ranks, or of the ranks of ``part``, for work that waits for disks:
     `limit_waiting` does not change its ``timeout``. Collective."""
-    # Where replicas may be lost, only the default backend makes a group that outlives them.
+    # If replicas may fail, only a group of the default backend survives the failure.
     backend = None if current() is not None else "gloo"
-    # The ranks outside of a part do not know of it.
+    # Ranks outside of ``part`` do not call this function.
     group = dist.new_group(
         None if part is None else dist.get_process_group_ranks(part),
         backend=backend,
@@ -400,7 +400,7 @@ def limit_waiting(seconds: float) -> None:
 def seconds_to_wait() -> float:
     """Return how long a collective of the default process group waits for a late rank."""
     world = dist.distributed_c10d._get_default_group()
-    # Its backends, one per type of device, were made with one timeout.
+    # All backends of the group, one per device type, have the same timeout.
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     # torch's fake backend has no options: it never waits.
     return math.inf if options is None else options._timeout.total_seconds()

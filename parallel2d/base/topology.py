@@ -84,6 +84,6 @@ class Topology:
         sizes = list(map(len, self.ranks_by_host.values()))
         if len(set(sizes)) != 1:
             return f"{len(sizes)} hosts with {', '.join(map(str, sizes))} ranks"
-        # From here on every host has as many ranks as the first.
+        # All hosts have the same number of ranks.
         each = " each" if len(sizes) > 1 else ""
         return f"{counted(len(sizes), 'host')} with {counted(sizes[0], 'rank')}{each}"

@@ -7,13 +7,14 @@ rank that failed first. The nodes agree in `Round` on the members of a start.
 are ended at once, because they would wait for it without end; see [Note: a storm of restarts]. (2)
 The nodes changed, because a node wants to join: workers are asked to stop, so that they save and no
 step is repeated. (3) A worker stopped because some rank received a signal to stop (a node is being
-taken away): all workers have saved, and the rest continue. Running workers are ended without a save
-for one reason only: the other nodes have continued without this node after it had timed out.
+taken away): all workers have saved, and the other nodes continue. Running workers are ended without
+a save for one reason only: the other nodes have continued without this node after it had timed out.
 
 [Note: a storm of restarts] A limit for the whole job would end a run of a month at its twentieth
 failed node; without a limit a broken step would repeat endlessly. Therefore the limit applies to
-consecutive failures without progress, that is, without a new furthest step. After the first of them
-the workers restart at once, after the next ones in 1, 2, 4 ... seconds, at most a minute.
+consecutive failures without progress, that is, without a new furthest step. The workers restart at
+once after the first of these failures, and after 1, 2, 4 ... seconds (at most a minute) after the
+following failures.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ class NodeWorkers:
 
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
-    """Create this launcher's folders, one for records and one in shared memory for in-memory
-    checkpoints, and announce them to its workers together with ``environment``. Yields the first
-    one, and deletes both at the end. Raises `ConfigError` if another user holds one of the
-    names."""
+    """Create this launcher's folders, a folder for records and a folder in shared memory for
+    in-memory checkpoints, and announce them to its workers together with ``environment``. Yields
+    the folder for records, and deletes both folders at the end. Raises `ConfigError` if another
+    user holds one of the names."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
         places[MEMORY_DIR] = SHARED_MEMORY
@@ -285,8 +286,8 @@ class _Node:
             requeue = workers.settings.requeue_exit_code
             return all(each.exit_code != requeue for each in failures)
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
-            # They cannot save without the failed ranks, and a rank that waits for a failed rank on
-            # an accelerator does not react to SIGTERM.
+            # The live ranks cannot save without the failed ranks. A rank whose accelerator waits
+            # for a failed rank does not react to SIGTERM.
             workers.log("ranks of another node have failed; restarting with all live nodes")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:

@@ -32,7 +32,7 @@ _BROKEN_CONNECTION = re.compile(
 
 
 _OTHERS = ("torchrun", "srun")  # launchers of other packages
-_PEER_REPORTS_S = 1.5  # in which a rank that failed first has reported
+_PEER_REPORTS_S = 1.5  # within which the rank that failed first reports its error
 
 
 class WorkersFailed(Exception):  # noqa: N818 (named after the event)

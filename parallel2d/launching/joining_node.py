@@ -33,8 +33,8 @@ class JoiningNode:
         """Return the next state of the round. This is one of:
 
         * the current state, to wait;
-        * the state with this launcher in the place of a failed or missing one, while the others
-          train;
+        * the state with this launcher in the place of a failed or missing launcher, while the
+          others train;
         * the next round, in which all ranks restart together with this launcher.
 
         Raises `ConfigError` for a node that does not fit.

@@ -175,7 +175,8 @@ class LostReplicas:
                 for number, of_replica in enumerate(self._replicas):
                     if ranks & set(of_replica):
                         self._post_dead((number, self._incarnations[number]))
-                # All replicas need the failed replica, and its launcher cannot restart it.
+                # The job cannot continue without the failed replica, which the timed-out launcher
+                # cannot restart.
                 if self.needs_all:
                     post(self._store, "restart", None, self._events.count)
 
@@ -219,21 +220,15 @@ class LostReplicas:
     def _restart(self, number: int) -> None:
         """End the remaining ranks of a replica, and restart it. From the fourth restart within
         `_RESTART_WINDOW_S` on, a growing pause precedes each restart."""
-        numbers = self._ranks.numbers
-        mine = []
-        for local, rank in numbers.items():
-            if rank in self._replicas[number]:
-                mine.append(local)
+        replica = self._replicas[number]
+        mine = [local for local, rank in self._ranks.numbers.items() if rank in replica]
         now = time.monotonic()
         ends_by = self._ends_by.setdefault(number, now + GRACE_AFTER_FAILURE_S)
         if now < ends_by and any(self._ranks.processes[each].poll() is None for each in mine):
             return
         for local in mine:
             self._ranks.processes[local].close(signal.SIGKILL)
-        started = []
-        for at in self._starts.get(number, ()):
-            if at > now - _RESTART_WINDOW_S:
-                started.append(at)
+        started = [at for at in self._starts.get(number, ()) if at > now - _RESTART_WINDOW_S]
         if mine and len(started) > 2 and now < started[-1] + 2.0 ** (len(started) - 2):
             return
         self._starts[number] = [*started, now]

@@ -38,8 +38,8 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.env
     """Choose the interface for gloo and NCCL; see [Note: choice of the interface].
 
     GLOO_SOCKET_IFNAME takes precedence, then NCCL_SOCKET_IFNAME, then the route to the endpoint. On
-    the endpoint's own node the route leads to the interface with its address. If possible, the
-    returned address belongs to the endpoint's address family.
+    the endpoint's node the route leads to the interface with the address of the endpoint. If
+    possible, the returned address belongs to the endpoint's address family.
 
     Args:
         endpoint_host: the host of the rendezvous endpoint, a name or an address.
@@ -72,7 +72,7 @@ def choose_interface(endpoint_host: str, environment: Mapping[str, str] = os.env
             f"that is up and has an address; it has {listing}"
         )
     # Without a route, prefer the endpoint's first address family; if the interface has no address
-    # in this family, its first address is taken.
+    # in this family, use its first address.
     family = routed.family if routed else targets[0][0]
     return min(allowed, key=lambda each: each.family != family)
 
@@ -95,7 +95,8 @@ def matches_nccl(pattern: str, name: str) -> bool:
 
 # Variable -> True if its value names the interface; without a variable, any interface matches.
 _MATCHES: dict[str, Callable[[str, str], bool]] = {
-    # Gloo accepts a list of names too, but one address is needed here: the first name's.
+    # Gloo accepts a list of names too, but one address is needed here: the address of the first
+    # interface.
     GLOO: lambda value, name: value.split(",")[0].strip() == name,
     NCCL: matches_nccl,
     "": lambda value, name: True,

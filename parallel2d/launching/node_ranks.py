@@ -53,8 +53,8 @@ class NodeRanks:
             self.start_one(local, {})
 
     def start_one(self, local: int, variables: Mapping[str, str]) -> None:
-        """Start the rank with this local number, again if it has ended. ``variables`` are added to
-        the environment of its previous start."""
+        """Start or restart the rank with local rank ``local``. A restart gets the environment of
+        the previous start, updated with ``variables``."""
         environment = self._environments[local]
         environment.update(variables)
         report = environment["TORCHELASTIC_ERROR_FILE"]
@@ -74,7 +74,7 @@ class NodeRanks:
         return [process.poll() for process in self.processes.values()]
 
     def failure(self, local: int) -> RankFailure:
-        """Return the failure of a rank that has ended with another code than 0."""
+        """Return the failure of a rank that has ended with a code other than 0."""
         code = self.processes[local].wait()
         report = self._environments[local]["TORCHELASTIC_ERROR_FILE"]
         error = read_error_file(report)

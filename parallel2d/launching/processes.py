@@ -98,7 +98,7 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # The null device gets the lowest free number, which is this one.
+            # The null device gets the lowest free number, which is the number of this stream.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 

@@ -29,13 +29,13 @@ def listen() -> None:
     }
     for number, handler in ours.items():
         before = signal.signal(number, handler)
-        # A second `listen` finds our handlers and must not record them as the replaced ones.
+        # A second `listen` finds our handlers and must not record them as the replaced handlers.
         _replaced.setdefault(number, before)
     on_teardown(stop_listening)
 
 
 def listen_to_interrupts() -> None:
-    """Make the first SIGINT request a save and a stop too; the next one ends this rank."""
+    """Make the first SIGINT request a save and a stop too; the next SIGINT ends this rank."""
     signal.signal(signal.SIGINT, _request)
 
 

@@ -4,7 +4,7 @@
 node with the endpoint's address opens the store if nothing listens there yet. Or it runs outside of
 the nodes (``python -m parallel2d.launch store``), and any node may fail. A store outside outlives a
 job. Therefore each job's name has a number: the next job with this name finds the number closed and
-takes the next one.
+takes the next number.
 
 The ranks use the same store, with keys under the names of their round. Nodes and ranks exchange all
 data through it, except collectives.
@@ -57,7 +57,7 @@ class Rendezvous:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def end(self, how: str = "well") -> None:
-        """Mark the job as ended: the next job with its name takes another number."""
+        """Mark the job as ended: the next job with the same name takes another number."""
         self.store.set(f"{_CLOSED}/{self.name}", how)
         self.store.delete_all(self.ranks_prefix)
 

@@ -17,6 +17,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -26,7 +27,8 @@ from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.heartbeat import Heartbeats
 from parallel2d.launching.rendezvous import Rendezvous
 
-# Time for further nodes after the smallest number has joined: at first, and in later rounds
+# Seconds to wait for further nodes after the smallest number has joined: in the first round, and in
+# later rounds
 FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
 _END_S = 60.0  # time that the first node to end waits for the others
 
@@ -122,7 +124,7 @@ class Round:
             return
         self._poll_at = now + self.heartbeat_interval_s
         self._take(self._store.compare_set(self._key, "", ""))
-        names = {each.name for each in self.state.members}.union(self.state.before)
+        names = set(map(attrgetter("name"), self.state.members)).union(self.state.before)
         self._heartbeats.poll(sorted(names - {self.own.name}))
 
     def _take(self, text: bytes) -> None:
@@ -142,7 +144,7 @@ class Round:
     def ranks_of(self, launcher: Launcher) -> list[int]:
         """Return the ranks of a member."""
         members = self.state.members
-        first = sum(each.size for each in members[: members.index(launcher)])
+        first = sum(map(attrgetter("size"), members[: members.index(launcher)]))
         return list(range(first, first + launcher.size))
 
     @property
@@ -193,33 +195,30 @@ class Round:
 
     def next(self, *, after_failure: bool) -> State:
         """Return the state of the next round, with this launcher as its first member."""
-        names = tuple(each.name for each in self.state.members)
+        names = tuple(map(attrgetter("name"), self.state.members))
         return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
-        """Return the state with this launcher in the place of a member, or after the last one."""
+        """Return the state with this launcher in the place of a member, or after the last
+        member."""
         members = list(self.state.members)
         members[place : place + 1] = [self.own]
         return self.state._replace(members=tuple(members))
 
     def _wanted(self, late: Callable[[], State], after_failure: bool) -> State:
         """Return the next state, from the view of this launcher."""
-        state = self.state
-        others = []
-        for each in state.members:
-            if each.name != self.own.name:
-                others.append(each)
+        state, others = self.state, self._others()
         if not self.is_open:
             has_taken_part = len(others) < len(state.members)
             return self.next(after_failure=after_failure) if has_taken_part else late()
         live = [each for each in others if not self.has_timed_out(each.name)] + [self.own]
         prefix = ""
-        if self._is_complete({each.name for each in live}):
+        if self._is_complete(set(map(attrgetter("name"), live))):
             prefix = f"{self._rendezvous.ranks_prefix}{uuid.uuid4().hex}/"
         return state._replace(prefix=prefix, members=tuple(sorted(live)))
 
     def _is_complete(self, names: set[str]) -> bool:
-        """True if the launchers ``names`` start without waiting for further ones."""
+        """True if the launchers ``names`` start without waiting for further launchers."""
         now = time.monotonic()
         if len(names) < self._smallest:
             self._enough_at = None
@@ -241,12 +240,12 @@ class Round:
             self._store.delete_all(wanted.old_prefix)
         return is_ours
 
+    def _others(self) -> list[Launcher]:
+        """Return the members without this launcher."""
+        return [each for each in self.state.members if each.name != self.own.name]
+
     def _give_up(self, hosts: set[str]) -> None:
-        others = []
-        for each in self.state.members:
-            if each.name != self.own.name:
-                others.append(each)
-        self._replace(self.state._replace(members=tuple(others)))
+        self._replace(self.state._replace(members=tuple(self._others())))
         settings = self._settings
         raise WorkersFailed(
             f"after {settings.rendezvous_timeout:.0f} s {len(hosts)} of "
@@ -260,10 +259,7 @@ class Round:
         with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
             self._store.add(key, 1)
             while time.monotonic() < deadline and self.takes_part:
-                live = []
-                for each in self.state.members:
-                    if not self.has_timed_out(each.name):
-                        live.append(each)
+                live = [each for each in self.state.members if not self.has_timed_out(each.name)]
                 if self._rendezvous.end_of_job or self._store.add(key, 0) >= len(live):
                     return
                 time.sleep(self.heartbeat_interval_s / 5)

@@ -17,7 +17,8 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh_sizes import resolve_mesh
 
 _CHECK = "python -m parallel2d.preflight --self-check --only replica-loss --write CLUSTER.yaml"
-# Variables that make calls of NCCL or torch block that must return at once
+# Variables under which calls of NCCL or torch block, although recovery needs calls that return at
+# once
 _BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_COMM_BLOCKING": "1"}
 
 
@@ -28,7 +29,8 @@ class LossPolicy:
     Attributes:
         continues: True if the others continue, False if all ranks restart.
         backend: backend of collectives across replicas, gloo or nccl2.
-        reason: the reason for a restart, to be logged; empty if the job is configured so.
+        reason: the reason for a restart, to be logged; empty if the configuration demands the
+            restart.
     """
 
     continues: bool
@@ -90,7 +92,7 @@ def _limits(
     if not config.replicas_survive:
         yield "this job needs all of its replicas (docs/failures.md says which do not)"
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        # With it, every collective of torch waits for all ranks, also for failed ones.
+        # With this setting, every collective of torch waits for all ranks, also for failed ranks.
         yield "TORCH_DISTRIBUTED_DEBUG=DETAIL connects all ranks; unset it"
     if "cudagraph" in config.compile.backend:
         # A graph contains the communicator of its capture.
@@ -107,7 +109,7 @@ def _limits_of_nccl(
         return
     for name, value in _BLOCKING.items():
         if environment.get(name) == value:
-            yield f"{name}={value} blocks calls of NCCL after a loss; unset it"
+            yield f"{name}={value} blocks calls of NCCL after a failure; unset it"
     local = identity.world_size // identity.nodes
     topology = Topology.equal_hosts(identity.nodes, local)
     groups = resolve_mesh(config, topology).place(topology).flatten(1).T.tolist()
@@ -116,8 +118,9 @@ def _limits_of_nccl(
         hosts = [topology.hosts[rank] for rank in group]
         has_common_host |= len(set(hosts)) < len(hosts)
     if has_common_host:
-        # They map memory of each other, which NCCL frees when it revokes a communicator.
+        # GPUs of one host map memory of their peers. NCCL frees this memory when it revokes a
+        # communicator.
         yield (
-            "several GPUs of one host are in one replicate group, which nccl2 cannot lose one by "
-            "one; use launch.replica_backend=gloo, or one replica per node"
+            "several GPUs of one host are in one replicate group, and nccl2 cannot continue if one "
+            "of them fails; use launch.replica_backend=gloo, or one replica per node"
         )

@@ -34,7 +34,7 @@ def start_script(words: Sequence[str]) -> None:
 
 
 def script_main(words: Sequence[str]) -> int:
-    """Run the script ``words[0]`` in this rank, with all ``words`` as its arguments."""
+    """Run the script ``words[0]`` in this rank, with ``words`` as ``sys.argv``."""
     identity = find_rank()
     assert identity is not None, "launchers set the variables of a rank"
     sys.argv = list(words)

@@ -1,11 +1,11 @@
-"""The agreement of all ranks on a job before they train: `share_job`.
+"""Distribution of one job to all ranks before they train: `share_job`.
 
 [Note: one run directory] Only one process composes the job: the launcher of a single node, or rank
-0, which publishes configuration and directory through the rendezvous store. Workers that replace
-others continue the job that the first workers agreed on: each node's first rank writes a record of
-it that exists as long as the node's launcher, and rank 0 asks all nodes for their records. One
-record is enough, so a node that is new to the job gets it too. The record also tells all ranks
-alike that the workers were restarted: the restart counters of elastic agents differ between nodes.
+0, which publishes configuration and directory through the rendezvous store. Restarted workers
+continue the job of the first workers: each node's first rank writes a record of the job, which
+exists as long as the node's launcher. Rank 0 asks all nodes for their records. One record is
+enough, so a new node of the job gets the record too. All ranks learn from the record that the
+workers were restarted, because the restart counters of elastic agents differ between nodes.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def _publish_job(
         message = {"error": str(error)}
         raise
     finally:
-        # The other ranks block on this key. It must be set on every path, also after an unexpected
-        # error: they would otherwise wait for the timeout of the store and report that instead.
+        # The other ranks block on this key. Every path must set the key, also after an unexpected
+        # error: the other ranks would otherwise report the timeout of the store instead of the
+        # error.
         store.set(PUBLISHED, json.dumps(message))
 
 
@@ -174,7 +175,8 @@ def _first_job(
 
 def launcher_folder() -> str:
     """Return the folder of the process that starts this node's workers; it may not exist yet. Our
-    launchers announce theirs; the folder of another launcher is named after its process id."""
+    launchers announce their folder; the folder of another launcher is named after its process
+    id."""
     return os.environ.get(AGENT) or folders.folder_of(os.getppid(), folders.temporary_place())
 
 
@@ -218,7 +220,8 @@ def _record_job(record: dict[str, Any]) -> None:
 
 
 def forget_run(identity: RankIdentity) -> None:
-    """Delete the record of a run that ended well. Our own launchers delete theirs themselves."""
+    """Delete the record of a run that ended well. Our own launchers delete their records
+    themselves."""
     if identity.local_rank == 0 and AGENT not in os.environ:
         folders.remove(launcher_folder())
 

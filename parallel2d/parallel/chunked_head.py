@@ -37,7 +37,7 @@ from parallel2d.parallel.chunked_loss import (
 from parallel2d.parallel.context_axis import context_axis_of
 from parallel2d.parallel.loss import cross_entropy_sum, loss_bound
 from parallel2d.parallel.mesh import axis_names
-from parallel2d.parallel.model_structure import class_name, find_blocks, fqn_of
+from parallel2d.parallel.model_structure import by_fqn, class_name, find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import part_of, reshard, undisturbed
 
 _COMPARED = 480  # compared tokens of the first batch; a multiple of usual sizes of the tensor axis
@@ -190,7 +190,7 @@ def _is_plain(module: nn.Module | None) -> bool:
 
 
 def _can_be_cut(value: Any, targets: Tensor) -> bool:
-    """Return True if the part of ``value`` for a part of ``targets`` is known."""
+    """Return True if ``value`` can be cut to the entries of a part of ``targets``."""
     if isinstance(value, Tensor) and value.ndim > 0:
         return value.shape[:2] == targets.shape[:2]
     return isinstance(value, Tensor | bool | int | float | str | None)
@@ -224,9 +224,7 @@ class ChunkedHead:
         self.chunk = chunk
         self.z_loss = z_loss
         self.name = name if name is not None else find_head(model)
-        by_name = {}
-        for path, each in model.named_modules():
-            by_name[fqn_of(path)] = each
+        by_name = by_fqn(model.named_modules())
         head: Any = by_name.get(self.name)
         if not _is_plain(head):
             raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")
@@ -275,8 +273,8 @@ class ChunkedHead:
         Runs in eval mode on the first tokens of the first sample, or on all tokens if an input does
         not have one entry per token. Collective.
 
-        Raises `ConfigError` on every rank when the losses differ: the model then computes its loss
-        from something else than the output of this head.
+        Raises `ConfigError` on every rank if the losses differ: the model then does not compute its
+        loss from the output of this head.
         """
         first, options, like = self._first_tokens(targets, inputs, options)
         with undisturbed(self.model):
@@ -288,7 +286,7 @@ class ChunkedHead:
             del output, logits
             self._operations = None
             self._operations = self._call(wanted, self.chunk, first, options).record.operations
-            # Several chunks, with a smaller last one.
+            # Several chunks, with a smaller last chunk.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found: Any = self._call(wanted, rows, first, options).loss
         difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
@@ -345,11 +343,11 @@ class ChunkedHead:
         self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]
     ) -> ChunkedLogits:
         for name, module in self._around.items():
-            # Backward hooks receive the gradient of the output, which must be a tensor for that.
+            # Backward hooks receive the gradient of the output, so the output must be a tensor.
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
                     f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
-                    "which needs the gradient of all logits, and they never exist at once; remove "
+                    "which needs the gradient of all logits, but only chunks of them exist; remove "
                     "the hook, or set train.loss_chunk=null"
                 )
         apart: AbstractContextManager[None] = nullcontext()
@@ -375,8 +373,8 @@ class ChunkedHead:
             )
         return output
 
-    # The result is not a tensor, which a compiled graph could not return: a model that is compiled
-    # as a whole gets a graph break here.
+    # A compiled graph can return only tensors, and this result is not a tensor: a model that is
+    # compiled as a whole gets a graph break here.
     @torch.compiler.disable
     def _compute(self, input: Tensor) -> Any:
         """Forward of the head, with the argument name of `nn.Linear.forward`."""

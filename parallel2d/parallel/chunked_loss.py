@@ -145,8 +145,8 @@ def cross_entropy_from_hidden(
 def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
     """Return targets in the shape of ``targets``, spread over the vocabulary of ``logits``.
 
-    For a comparison of two losses, since the targets of a batch may all be ignored; here some are.
-    Raises `ConfigError` if the shapes do not match.
+    These targets serve a comparison of two losses: all targets of a batch may be ignored, but only
+    some of these are. Raises `ConfigError` if the shapes do not match.
     """
     if tuple(targets.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
         raise ConfigError(

@@ -1,10 +1,10 @@
 """The context axis: ranks that share sequences, each with an equal slice of the positions.
 
 [Note: gradients over the context axis] Computations on whole sequences run on every rank of the
-axis, and gradients are averaged over the axis like over any data axis. On each rank a gradient thus
-stands for its mean over the ranks. At a cut of a tensor, a rank returns the gradient of its slice,
-and zeros elsewhere. At a join of slices, a slice gets the *sum* of its gradients from all ranks.
-Then the mean is the gradient of a single process, for every parameter.
+axis, and gradients are averaged over the axis like over any data axis. The mean of the ranks'
+gradients must therefore be the gradient of a single process. In the backward of a cut, a rank
+returns the gradient of its slice, and zeros elsewhere. In the backward of a join, a slice gets the
+*sum* of its gradients from all ranks. Both together give this mean for every parameter.
 """
 
 from __future__ import annotations
@@ -63,6 +63,19 @@ def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
+def _exchange_in_graph(parts: Tensor, ranks: int, group: str) -> Tensor:
+    """`_Exchange` inside of compiled code: an operator of the graph, which has a gradient.
+
+    [Note: equal graphs] The ranks of a group compile separately, and the compiler chooses the order
+    of collectives and the results that backward recomputes. Both choices depend on the operators
+    and shapes only, so all ranks of a group must compile graphs of the same operators and shapes.
+    """
+    once = [1] * ranks
+    sent = torch.ops._c10d_functional.all_to_all_single(parts.contiguous(), once, once, group)
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return received
+
+
 class _Sum(torch.autograd.Function):
     """An all-reduce of values of slices; each rank gets the total."""
 
@@ -86,6 +99,7 @@ class ContextAxis:
         # Ranks that may hold parts of a slice (sequence parallelism)
         self.tensor = group_of(mesh, "tensor") if mesh_shape(mesh).tensor > 1 else None
         self.size = self.group.size()
+        self._name = self.group.group_name
         self.rank = mesh.get_local_rank("context")
         # False to leave the last block's output in slices, for the duration of one forward. A head
         # that computes its loss from slices sets it.
@@ -107,7 +121,18 @@ class ContextAxis:
         """Concatenate the slices of all ranks along ``dim``; the inverse of `cut`."""
         if in_parts:
             return self._own_part(self.join(self._all_parts(own, dim), dim), dim)
-        return gather(own, self.group).movedim(0, dim).flatten(dim, dim + 1)
+        if torch.compiler.is_compiling():
+            # Sends as many bytes as an all-gather. The gradient of `expand` is the sum over ranks.
+            gathered = self._exchange(own.expand(self.size, *own.shape))
+        else:
+            gathered = gather(own, self.group)
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _exchange_in_graph(parts, self.size, self._name)
+        received: Tensor = _Exchange.apply(parts, self.group)
+        return received
 
     def join_mask(self, own: Tensor, dim: int) -> Tensor:
         """Join slices of a mask; not every backend sends bool."""
@@ -129,15 +154,13 @@ class ContextAxis:
 
     def heads_of_all(self, own: Tensor) -> Tensor:
         """Exchange [batch, heads, slice, dim] for [batch, heads / ranks, whole, dim]."""
-        parts = _Exchange.apply(own.unflatten(1, (self.size, -1)).movedim(1, 0), self.group)
-        whole: Tensor = parts.movedim(0, 2).flatten(2, 3)
-        return whole
+        parts = self._exchange(own.unflatten(1, (self.size, -1)).movedim(1, 0))
+        return parts.movedim(0, 2).flatten(2, 3)
 
     def slices_of_all(self, whole: Tensor) -> Tensor:
         """Invert `heads_of_all`."""
-        parts = _Exchange.apply(whole.unflatten(2, (self.size, -1)).movedim(2, 0), self.group)
-        own: Tensor = parts.movedim(0, 1).flatten(1, 2)
-        return own
+        parts = self._exchange(whole.unflatten(2, (self.size, -1)).movedim(2, 0))
+        return parts.movedim(0, 1).flatten(1, 2)
 
     @contextmanager
     def without_join(self) -> Iterator[None]:

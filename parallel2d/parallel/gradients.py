@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
 from parallel2d.parallel.model_structure import updated_as
@@ -44,7 +44,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     dtype = torch.float32
     for split, gradients in _by_split(parameters).items():
         part = _local_part(gradients, norm_type)
-        # Only over the axes that split the elements; ranks of other axes hold equal sums.
+        # Reduce only over the axes that split the elements; ranks of other axes hold equal sums.
         for _, group in split:
             dist.all_reduce(part, operation, group)
         parts.append(part)
@@ -87,7 +87,7 @@ def _by_split(parameters: Iterable[Tensor]) -> dict[_Split, list[Tensor]]:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of ``parameters`` that have one."""
+    """Return the gradients of ``parameters``, without missing gradients."""
     found = []
     with quick_reads():
         for parameter in parameters:
@@ -110,9 +110,7 @@ def without_partial(gradient: DTensor) -> DTensor:
     """Return ``gradient`` with partial sums reduced; collective if any sum is partial."""
     if not any(map(Placement.is_partial, gradient.placements)):
         return gradient
-    whole = []
-    for each in gradient.placements:
-        whole.append(Replicate() if isinstance(each, Partial) else each)
+    whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
     return gradient.redistribute(placements=whole)
 
 

@@ -84,7 +84,7 @@ def place_mesh(
             log.info("%s", line)
     device_type = device_type or accelerator_type()
     replicas = current()
-    # From here on each of these replicas may fail without the others.
+    # After this call each of these replicas may fail independently.
     if replicas is not None and shape.replicate > 1:
         prepare_rank(shape.world_size, replicas=shape.replicate)
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
@@ -93,8 +93,8 @@ def place_mesh(
         bound = bound_device(current_device(device_type))
         init_plain_world(replicas, backend_for(device_type), bound)
     mesh = _mesh_of(device_type, ranks, shape)
-    # New process groups are collective over the world. They are created here, where all ranks take
-    # part, because a first use may come later on some ranks, or in another order.
+    # New process groups are collective over the world. The groups are created here, where all ranks
+    # take part, because ranks may first use them at different times or in different orders.
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
@@ -118,9 +118,9 @@ def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceM
 def _backends_of(
     device_type: str, axes: Sequence[str]
 ) -> tuple[tuple[str | None, None], ...] | None:
-    """By axis the backend and its options, for `DeviceMesh`. If replicas may be lost, the axes
-    inside a replica get torch's own backends; those of the replicate axis are made by the default
-    group."""
+    """Return the backend and its options for each axis of `DeviceMesh`. If replicas may fail, the
+    axes inside a replica get torch's backends, and the default group creates the groups of the
+    replicate axis."""
     replicas = current()
     if replicas is None or not replicas.is_divided:
         return None
@@ -185,12 +185,12 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
     an engine has separate groups, and `DTensor` uses the groups of an earlier mesh that is equal to
     this mesh.
     """
-    found = {}
-    for axis in axis_names(mesh):
-        found[group_of(mesh, axis)] = axis
+    found: dict[dist.ProcessGroup, str] = {}
     by_ranks: dict[tuple[int, ...], str] = {}
-    for group, axis in found.items():
-        # Of axes with equal ranks the first one shards the parameters.
+    for axis in axis_names(mesh):
+        group = group_of(mesh, axis)
+        found[group] = axis
+        # If several axes have the same ranks, the first of these axes shards the parameters.
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
     for group in filter(None, [reference() for reference in _axis_groups]):
         with contextlib.suppress(KeyError):  # torch has destroyed the group, or its ranks differ
@@ -248,7 +248,7 @@ def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     known = _part_groups.get(ranks)
     # The groups of an earlier world are gone.
     if known is None or known not in dist.distributed_c10d._world.pg_map:
-        # Ranks outside of the mesh take no part, and do not know of it.
+        # Ranks outside of the mesh do not call this function.
         new = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh")
         assert isinstance(new, dist.ProcessGroup)  # this rank is a member
         inherit_timeout(new, mesh.device_type)

@@ -10,12 +10,14 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.config.options import load_reference
 from parallel2d.base.errors import ConfigError, nearest_matches
@@ -26,6 +28,8 @@ Policy = Callable[[nn.Module, str], bool]
 ATOMIC = (nn.MultiheadAttention,)
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+_Value = TypeVar("_Value")
 
 # (parent, child) -> True if the child is a block
 _IsBlock = Callable[[nn.Module, nn.Module], bool]
@@ -38,6 +42,16 @@ def fqn_of(name: str) -> str:
     # A wrapped module's own name ends with the wrapper's attribute.
     name = name.removesuffix("._orig_mod")
     return name.removesuffix("._checkpoint_wrapped_module")
+
+
+def by_fqn(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
+    """Return FQN -> value, for (name, value) as `nn.Module.named_parameters` yields them."""
+    return {fqn_of(name): value for name, value in named}
+
+
+def names_by_id(named: Iterable[tuple[str, object]]) -> dict[int, str]:
+    """Return id of a value -> its name, for (name, value) as `nn.Module.named_modules` yields."""
+    return {id(value): name for name, value in named}
 
 
 def class_name(module: Any) -> str:
@@ -60,6 +74,42 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [*plain, *module._buffers.items()]
 
 
+def is_dataclass_object(value: object) -> bool:
+    """Return True for an object of a dataclass."""
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def values_in(container: Any) -> list[Any]:
+    """Return the values of a dict or dataclass, or the items of another container."""
+    if isinstance(container, dict):
+        return list(container.values())
+    if is_dataclass(container):
+        values: list[Any] = []
+        for each in fields(container):
+            values.append(getattr(container, each.name, None))
+        return values
+    return list(container)
+
+
+def trained_tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an output that require gradients: `fully_shard` puts hooks on them.
+
+    Like `fully_shard`, do not enter sets and other containers.
+    """
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    found: list[Tensor] = []
+    if isinstance(value, dict | list | tuple) or is_dataclass_object(value):
+        for each in values_in(value):
+            found += trained_tensors_in(each)
+    return found
+
+
+def tensor_leaves(value: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of ``value``, in the containers that pytree knows."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield the tensors in ``value``, in plain containers, closures, default and partial arguments.
 
@@ -76,14 +126,11 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
     elif isinstance(value, functools.partial):
         inner = (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
-        # An empty cell belongs to a variable without a value.
-        cells = []
-        for each in value.__closure__ or ():
-            if each != CellType():
-                cells.append(each)
         closure = []
-        for each in cells:
-            closure.append(each.cell_contents)
+        for cell in value.__closure__ or ():
+            # An empty cell belongs to a variable without a value.
+            if cell != CellType():
+                closure.append(cell.cell_contents)
         inner = (value.__defaults__, value.__kwdefaults__, closure)
     # Other objects are not opened: their attributes may run code.
     if id(value) not in outer:
@@ -246,8 +293,7 @@ def find_blocks(
     class with children; failing that, sibling layers of one class; none when nothing repeats.
 
     A container without a forward, such as a ``ModuleList``, is replaced by the outermost modules
-    inside it that are called and have structure, or by the outermost ones with
-    parameters.
+    inside it that are called and have structure, or by the outermost modules with parameters.
 
     Args:
         model: the model, which is not a block.
@@ -277,7 +323,7 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     Blocks are found as for ``bucketing=block``. Single layers that repeat are not blocks here,
     because the last of these layers may be the head.
     """
-    # By id, because a tied embedding is also the weight of another module.
+    # Compare ids, because a tied embedding is also the weight of another module.
     embeddings: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -302,13 +348,11 @@ def _blocks_of_policy(
     chosen = policy
     if isinstance(chosen, str):
         chosen = load_reference(f"{section}.policy", chosen)
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = fqn_of(name)
+    names = names_by_id(model.named_modules())
 
     def is_chosen(_parent: nn.Module, child: nn.Module) -> bool:
         # The policy gets only modules with parameters: dropout is never a block.
-        return _has_parameters(child) and bool(chosen(child, names[id(child)]))
+        return _has_parameters(child) and bool(chosen(child, fqn_of(names[id(child)])))
 
     found = _outermost(model, is_chosen)
     if not found:
@@ -322,26 +366,16 @@ def _blocks_of_policy(
 def _blocks_of_classes(
     model: nn.Module, class_names: Sequence[str], section: str
 ) -> list[tuple[str, nn.Module]]:
-    classes: list[object] = []
-    for name in class_names:
-        if not isinstance(name, str):
-            classes.append(name)
-    if classes:
-        raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {classes}")
+    if not all(isinstance(name, str) for name in class_names):
+        raise ConfigError(f"{section}.blocks are names of classes, in quotes, got {class_names}")
 
     def is_block(_parent: nn.Module, child: nn.Module) -> bool:
         return type(child).__name__ in class_names
 
     found = _outermost(model, is_block)
-    found_classes = set()
-    for _, module in found:
-        found_classes.add(type(module).__name__)
-    all_classes = set()
-    for module in model.modules():
-        all_classes.add(type(module).__name__)
     # A given class may occur only inside blocks of another given class.
-    missing = set(class_names) - found_classes
-    misspelled = missing - all_classes
+    missing = set(class_names) - {type(module).__name__ for _, module in found}
+    misspelled = missing - {type(module).__name__ for module in model.modules()}
     if misspelled or not found:
         raise ConfigError(
             f"{section}.blocks={list(class_names)}: no module of class "

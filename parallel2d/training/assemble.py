@@ -83,7 +83,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     check_parameters(parts.module)
     plan_groups(parts.module, config.optimizer)
-    # Before data are prepared, which may take long: the rules for a layout do not need them.
+    # The layout is checked before data are prepared, which may take long.
     sample = token_sequences(config.train.seq_len)
     lay_out(config, parts, shape, batches, sample, device_type)
     name_of_head(config, parts)
@@ -212,7 +212,7 @@ def build_trainer(
     if restored is not None:
         check_position(restored, data, config)
         trainer.load_state_dict(restored)
-    # A run that has already ended keeps the records of the last start that trained.
+    # If the run has already ended, the records of the last start that trained are kept.
     if not quiet and trainer.has_steps():
         _begin_records(job, facts, trainer, first=runtime.is_first)
     else:
@@ -254,7 +254,7 @@ def _probe(
     plan: BatchPlan,
 ) -> tuple[int, str]:
     """Return the micro-batch size for ``train.memory_gib``, and a line for the header. Collective;
-    a replica that comes back takes the size of the others."""
+    a replica that rejoins takes the size of the other replicas."""
     replicas = current()
     key = "micro_batch_size"
     if replicas is not None and replicas.incarnation > 0:
@@ -286,7 +286,8 @@ def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module)
 
 
 def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
-    """Make this rank the leader after a failure of the old one: it continues the run's records."""
+    """Make this rank the leader after a failure of the old leader. The new leader continues the
+    run's records."""
     step, recorder = trainer.progress.step, trainer.recorder
     trainer.callbacks.speaks()
     trainer.ownership.take()
@@ -297,8 +298,8 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
 
 
 def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:
-    """Replace the run's records by records of this start, which no check can refuse any more.
-    Collective."""
+    """Replace the run's records by records of this start. Called after all checks that may refuse
+    the start. Collective."""
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:

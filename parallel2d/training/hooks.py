@@ -3,8 +3,8 @@ result (`HookResult`), and the calls (`HookCalls`).
 
 [Note: hooks on every rank] Every rank calls every method at the same points, but only this rank
 knows the result or the exception of its call. With hooks, one exchange per step distributes both,
-so that all ranks save, stop or fail together. A result between two exchanges (of ``save``) is sent
-with the next one.
+so that all ranks save, stop or fail together. The result of ``save``, which runs between two
+exchanges, is sent with the next exchange.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RunView:
 class HookResult:
     """The result of a hook's method. A request of one rank is enough."""
 
-    # A number: the mean over the ranks that gave one counts. A pair (sum, count): the sum over all
-    # ranks is divided by the count over all ranks.
+    # A number: the result is the mean over the ranks that returned a number. A pair (sum, count):
+    # the sum over all ranks is divided by the count over all ranks.
     metrics: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False  # save a checkpoint after this step
     stop: str | None = None  # the reason to end the run after this step, with a checkpoint
@@ -108,8 +108,8 @@ class Hook:
         rank."""
 
     def row(self, run: RunView, step: int, row: Mapping[str, Any]) -> None:
-        """After every row of ``metrics.jsonl``, with all of its values. Times, memory and goodput
-        may differ between ranks; rank 0 writes its own."""
+        """Called after every row of ``metrics.jsonl``, with all values of the row. Times, memory
+        and goodput may differ between ranks; the file has the values of rank 0."""
 
     def save(self, run: RunView, step: int, path: str) -> None:
         """Called after the checkpoint of ``step`` was published at ``path``."""
@@ -141,18 +141,16 @@ def check_hooks(entries: Sequence[Any]) -> None:
             raise ConfigError(f"{_KEY}: {reference}: {error}") from None
 
 
+def _functions_of(kind: type) -> dict[str, Any]:
+    return {name: each for name, each in vars(kind).items() if inspect.isfunction(each)}
+
+
 def _check_methods(reference: str, kind: type[Hook]) -> None:
-    """Raises `ConfigError` for a method with almost the name of one that the trainer calls, and as
-    many parameters."""
-    called = {}
-    for name, each in vars(Hook).items():
-        if inspect.isfunction(each):
-            called[name] = each
+    """Raise `ConfigError` for a misspelt method: a name similar to a method that the trainer calls,
+    with the same number of parameters."""
+    called = _functions_of(Hook)
     for base in kind.__mro__[: kind.__mro__.index(Hook)]:
-        own = {}
-        for name, each in vars(base).items():
-            if inspect.isfunction(each):
-                own[name] = each
+        own = _functions_of(base)
         for name in own.keys() - called.keys():
             near = nearest_matches(name, called, count=1)
             parameters = len(inspect.signature(own[name]).parameters)
@@ -201,12 +199,12 @@ class HookCalls:
         self._own_error: Exception | SystemExit | None = None
 
     def start(self, step: int) -> None:
-        """Call `Hook.start`. Raises `HookError`, or `ConfigError` if a hook did, on every rank.
-        Collective."""
+        """Call `Hook.start`. Raises `HookError` on every rank, or `ConfigError` if a hook raised a
+        `ConfigError`. Collective."""
         if not self.hooks:
             return
         self._call("start", step, step)
-        # Results wait for the first step; errors do not.
+        # Results are exchanged in the first step, errors immediately.
         self._raise_first(all_gather(self._error))
 
     def step(
@@ -225,7 +223,7 @@ class HookCalls:
         if validation is not None:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)
-        # Metrics are sent as pairs, so that any string may be the name of one.
+        # Metrics are sent as pairs, so that any string may be a name.
         measured = [] if is_joining() else list(self._metrics.items())  # without the state
         own = [measured, self._save, self._stop, saved, self._error]
         given, saves, stops, are_saved, errors = zip(*all_gather(own), strict=True)
@@ -249,7 +247,7 @@ class HookCalls:
         )
 
     def row(self, step: int, row: Mapping[str, Any]) -> None:
-        """After a row was recorded. The next exchange raises errors of hooks."""
+        """Call `Hook.row` after a row was recorded. The next exchange raises errors of hooks."""
         self._call("row", step, step, row)
 
     def saved(self, step: int, path: str) -> None:
@@ -367,7 +365,8 @@ class SampleText(Hook):
             )
 
     def start(self, run: RunView, step: int) -> None:
-        """Load the tokenizer. Raises `ConfigError` for data without one, or with another one."""
+        """Load the tokenizer. Raises `ConfigError` if the data has no tokenizer, or a different
+        one."""
         name, fingerprint = run.tokenizer
         if not fingerprint and self.tokenizer is None:
             raise ConfigError(

@@ -28,12 +28,8 @@ class KeptBuffers:
 
     def _written(self) -> list[int]:
         """Return the indices of the buffers that were written to since their last copy."""
-        versions = []
-        for each in self._buffers:
-            versions.append(each._version)
-        kept = [self._kept.get(index, (None,))[0] for index in range(len(versions))]
         found: list[int] = []
-        for index, now in enumerate(versions):
-            if now != kept[index]:
+        for index, buffer in enumerate(self._buffers):
+            if index not in self._kept or self._kept[index][0] != buffer._version:
                 found.append(index)
         return found

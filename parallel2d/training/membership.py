@@ -80,8 +80,9 @@ class StepQuorum:
         self.lost_s = 0.0
         self._step_began = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
-        # All replicas that have joined. A replica may join again without a restart, if its donor
-        # failed before the last buffers: then the others had counted it.
+        # All replicas that have joined. A replica may join a second time without a restart: if its
+        # donor has failed before the last buffers, the other replicas have already counted the
+        # replica as complete.
         self._have_joined: set[Member] = set()
 
     @property
@@ -91,9 +92,9 @@ class StepQuorum:
 
     @property
     def plan(self) -> BatchPlan:
-        """The part of this rank in each global batch that the live replicas divide; the part of
-        another replica if this replica computes nothing. Until it has joined, a rejoining replica
-        warms up with its part among all replicas."""
+        """Return the part of this rank in each global batch that the live replicas divide; the part
+        of another replica if this replica computes nothing. Before it joins, a rejoining replica
+        warms up with its part of a batch that all replicas divide."""
         if self._quorum.state is ReplicaState.MISSING:
             return self._plan
         self._planned = self._quorum.epoch
@@ -103,7 +104,7 @@ class StepQuorum:
 
     @property
     def _computing(self) -> list[Member]:
-        """The replicas with the state, which divide the global batches."""
+        """Return the replicas with the state, which divide the global batches."""
         joined = self._quorum.joined
         return [each for each in self._quorum.members if each not in joined]
 

@@ -1,8 +1,9 @@
-"""The micro-batch size of ``train.micro_batch_size=auto`` with ``train.memory_gib``, as measured.
+"""The largest micro-batch size that fits: ``train.micro_batch_size=auto`` with
+``train.memory_gib``.
 
-`probe_micro_batch_size` runs forward and backward of the real model with growing sizes before the
-first step, and leaves parameters, gradients, buffers and random generators as they were. The result
-is equal on all ranks, because all decisions use the largest peak of all ranks. `MicroBatchHalving`
+Before the first step `probe_micro_batch_size` runs forward and backward of the real model with
+growing sizes. It restores buffers and random generators, and leaves no gradients. The result is
+equal on all ranks, because all decisions use the largest peak of all ranks. `MicroBatchHalving`
 repeats a step in smaller micro-batches after an out-of-memory error.
 """
 
@@ -41,8 +42,8 @@ _AGREEMENT_S = 60.0
 
 
 def candidates(share: int) -> list[int]:
-    """Return the sizes to probe: divisors of a rank's ``share`` of the global batch, each at least
-    twice the size before."""
+    """Return the sizes to probe: divisors of ``share``, the samples of a rank in a global batch.
+    Each size is at least twice the previous size."""
     found: list[int] = []
     for size in range(1, share + 1):
         if share % size == 0 and (not found or size >= 2 * found[-1]):
@@ -64,8 +65,8 @@ def probe_micro_batch_size(
 
     Args:
         model: the parallel model, without gradients.
-        loss: its loss.
-        stream: the samples, of which the first ones are used.
+        loss: the loss of the model.
+        stream: the samples; the probe reads the first samples.
         device: the device of the model.
         share: samples of a rank in a global batch.
         limit: bytes that a rank may use.
@@ -75,8 +76,8 @@ def probe_micro_batch_size(
     """
     measured: dict[int, int] = {}
     for size in candidates(share):
-        # A size that would not fit by extrapolation is not tried: a rank that runs out of memory
-        # inside of a collective would leave the others waiting.
+        # A size that would not fit by extrapolation is not tried. If one rank ran out of memory
+        # between two collectives, the other ranks would wait for it.
         if len(measured) > 1 and _extrapolated(measured, size) > limit:
             break
         peak = torch.tensor([_peak(model, loss, stream, device, size)], dtype=torch.float64)
@@ -101,10 +102,10 @@ def probe_micro_batch_size(
 
 
 class MicroBatchHalving:
-    """Halves all micro-batches once, from the step on in which all ranks run out of memory.
+    """Halves all micro-batches, once, after all ranks have run out of memory in one step.
 
-    Collective over the world if ``enabled``: the ranks agree in a separate process group, so that a
-    rank that waits in a collective of the step for a failed one is found by a timeout.
+    Collective over the world if ``enabled``. The ranks agree in a separate process group with a
+    short timeout, because a rank without the error may wait in a collective of the step.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class MicroBatchHalving:
             )
 
     def run(self, batches: Sequence[Batch], compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of ``compute``, which accumulates the gradients of `split` of
-        ``batches``; again after an out-of-memory error on all ranks."""
+        """Return the result of ``compute``, which accumulates the gradients of ``split(batches)``.
+        Calls ``compute`` again after an out-of-memory error on all ranks."""
         if self._buffers is None:
             return compute()
         self._buffers.keep()
@@ -133,8 +134,9 @@ class MicroBatchHalving:
             except torch.OutOfMemoryError as error:
                 if not self._may_repeat(batches, error):
                     raise
-            # The error has held the activations until here. It has also held the generator of
-            # `accumulate`, which discards the sums when it ends, at a time that is not certain.
+            # The traceback of the error held the activations until here, and the generator of
+            # `accumulate`. This generator discards the sums when Python collects it, which may be
+            # later.
             discard_accumulated(self._model)
             self._optimizer.zero_grad()
             self._buffers.put_back()
@@ -148,8 +150,8 @@ class MicroBatchHalving:
         return found
 
     def _may_repeat(self, batches: Sequence[Batch], error: BaseException) -> bool:
-        """True if the step is repeated in halves, on all ranks. Otherwise ``error`` gets a note
-        with the reason. Collective over the ranks that run out of memory."""
+        """True if all ranks repeat the step with halved micro-batches. Otherwise ``error`` gets a
+        note with the reason. Collective over the ranks that run out of memory."""
         reason = None
         if self.parts > 1:
             reason = "they were halved once already"
@@ -172,12 +174,13 @@ class MicroBatchHalving:
 
 
 def halves(batch: Batch) -> list[Batch]:
-    """Return two batches with the samples of ``batch``; empty if it cannot be divided."""
+    """Return two batches with the samples of ``batch``; an empty list if it cannot be divided."""
     targets = batch.targets
     if targets is None or len(targets) < 2:
         return []
     counts = (targets != IGNORED).reshape(len(targets), -1).sum(1)
-    # Otherwise the weight of a sample is not the number of its targets.
+    # If the counts differ, the weight of a sample is not the number of its targets, and the weights
+    # of the halves are not known.
     if int(counts.sum()) != batch.valid_tokens:
         return []
     found: list[Batch] = []
@@ -211,7 +214,7 @@ def _peak(
     with preserve_rng_states(), torch.compiler.set_stance("force_eager"):
         batch = stream.read([at % (len(stream) or size) for at in range(size)]).to(device)
         _reset_peak(device)
-        # Gradients stay inside of the replica: error feedback and outer steps see none of them.
+        # Gradients are not reduced over the replicas: error feedback and outer steps do not change.
         with no_sync(model):
             value: Tensor = loss(model, batch)
             value.backward(torch.zeros_like(value))
@@ -226,7 +229,7 @@ def _reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
         reset_peak_memory(device)
         return
-    # Without this file the peak is of the whole process, which is not less.
+    # Without this file the peak is the peak since the start of the process, an upper bound.
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 

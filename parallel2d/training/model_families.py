@@ -132,7 +132,7 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
     elif is_pair:
         parts = _reading_prefix_and_suffix(parts, what)
     if config.adapter is not None:
-        # The adapter is added last, because all facts above are facts about the base model.
+        # The adapter is added last, because the facts above are about the base model.
         parts = _with_adapter(parts, config)
     return parts
 
@@ -184,7 +184,7 @@ def _library_plan(model: Any, _tensor: int) -> Mapping[str, object]:
 
 
 def _configured_plan(plan: Any) -> TensorPlan | None:
-    """Return the plan of the configuration: words as given, or the result of the named function
+    """Return the plan of the configuration: the given words, or the result of the named function
     for the model."""
     if not plan:
         return None

@@ -117,7 +117,7 @@ class Replicas:
 
     def compute(self) -> bool:
         """True if the gradients of this step must be computed: in the first call, and after a
-        failure. False once all live replicas have them. Collective."""
+        failure. False once all live replicas have the gradients. Collective."""
         if not self._computes:
             self._computes = True
             self._buffers.keep()

@@ -96,7 +96,7 @@ class StepOutcome:
     preempted_ranks: list[int]  # the preempted ranks
     ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
     replicas_lost_s: float  # lost seconds before this step, the largest measured value
-    store_ends: bool  # one of them is on the node with the store of the other nodes
+    store_ends: bool  # a preempted rank is on the node with the store of the other nodes
     gives_way: bool  # another start waits for the run directory, and all ranks save and stop
     reports: RankReports
 
@@ -130,7 +130,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
         (is_text, "data_fingerprint is not text"),
     )
     problems += _problems_of_scaler(state["scaler"], step)
-    # States of earlier versions lack both.
+    # States of earlier versions lack both keys.
     for key in ("best", "stop"):
         problems += problems_of_best(key, state.get(key), step)
     return problems
@@ -138,11 +138,7 @@ def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
 
 def _unmet(*checks: tuple[bool, str]) -> list[str]:
     """Return the sentences of the failed checks."""
-    found: list[str] = []
-    for holds, problem in checks:
-        if not holds:
-            found.append(problem)
-    return found
+    return [problem for holds, problem in checks if not holds]
 
 
 def _problems_of_scaler(scaler: Any, step: int) -> list[str]:
@@ -192,7 +188,8 @@ class BestMetric:
     since: int = 0  # number of later measurements
 
     def measure(self, step: int, value: float) -> bool:
-        """Record a value. True if it is the best one; a value that is not finite never is."""
+        """Record a value. True if it is the best value; a value that is not finite is never the
+        best."""
         gained = value - self.value if self.mode == "max" else self.value - value
         is_better = self.step == 0 or 0 < gained >= self.min_delta
         if not math.isfinite(value) or not is_better:

@@ -130,7 +130,8 @@ class RunFacts:
         return {
             "sync": self.layout.method.description,
             "model": self.model,
-            # As text, because TensorBoard rounds numbers to five digits, 115008 to 1.1501e+5.
+            # Write numbers as text, because TensorBoard rounds them to five digits, 115008 to
+            # 1.1501e+5.
             **{name: str(facts[name]) for name in names},
             "lr": self.job.config.optimizer.lr,
         }
@@ -177,7 +178,7 @@ def describe_run(
         topology=runtime.topology,
         device=runtime.device,
         model=type(parts.module).__name__,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(map(torch.Tensor.numel, parameters)),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         data=data,
         head=name_of_head(job.config, parts),
@@ -232,7 +233,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
     config, sample = facts.job.config, facts.data.train.shape
     unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
     display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
-    # With the actual sizes of the axes in place of ``auto``.
+    # The shown configuration has the resolved sizes of the axes in place of ``auto``.
     sizes: dict[str, Any] = facts.layout.shape.shown
     found = dataclasses.replace(config.mesh, **sizes)
     texts = {
@@ -256,7 +257,7 @@ def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
 
 
 def _charts(facts: RunFacts) -> list[str]:
-    """The charts of `OPTIONAL` that the job has data for."""
+    """Return the charts of `OPTIONAL` for which the job has data."""
     has_peak = peak_flops(facts.device, facts.job.config.precision.param) is not None
     has_data = {
         "mfu": has_peak and facts.flops_per_sequence is not None,
@@ -264,11 +265,7 @@ def _charts(facts: RunFacts) -> list[str]:
         "device": facts.device.type != "cpu",
         "replicas": current() is not None,
     }
-    charts: list[str] = []
-    for name, is_measured in has_data.items():
-        if is_measured:
-            charts.append(name)
-    return charts
+    return list(filter(has_data.__getitem__, has_data))
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:

@@ -1,14 +1,14 @@
 """The transfer of the state to a joining replica, rank by rank: `Sender`, `Receiver`.
 
 [Note: join without a wait] The joining replica is a member from the start of a step. Until it has
-the state, it computes no part of the global batches. Its gradients in the
-reductions are zeros, so its ``.grad`` after a reduction is the mean of the other replicas. The
-joining replica runs the same optimizer updates as the others. First it receives the state that is
-not streamed, such as step counts. Then the donor streams the tensors of each parameter (values,
-EMA, optimizer state) in *units*, during forward and backward, when these tensors do not change. The
-joining replica writes a unit before its next update. From then on each update keeps the unit equal
-to the donor's unit. Therefore the donor can stop the stream before each update, after any unit, and
-no other replica waits.
+the state, it computes no part of the global batches. Its gradients in the reductions are zeros, so
+its ``.grad`` after a reduction is the mean of the other replicas. The joining replica runs the same
+optimizer updates as the others. First it receives the state that is not streamed, such as step
+counts. Then the donor streams the tensors of each parameter (values, EMA, optimizer state) in
+*units*, during forward and backward, when these tensors do not change. The joining replica writes a
+unit before its next update. From then on each update keeps the unit equal to the donor's unit.
+Therefore the donor can stop the stream before each update, after any unit, and no other replica
+waits.
 
 The elements of a parameter are divided into several units if the optimizer updates each element
 independently. Matrices of Muon are complete in one unit. In three cases the state has no units, and
@@ -16,8 +16,8 @@ the other replicas wait for all of the state in one step: other optimizers, whic
 parameters; ``sync=diloco``, where the replicas differ; a state of less than `SMALL_BYTES`.
 
 The joining replica sends its position in the stream at the start of each step, so any replica can
-continue after the donor has failed. All units that were complete before are still valid. Forward
-passes may write to buffers, which therefore follow the units, after the forward of the last step.
+continue after the donor has failed. All units that it received before are still valid. Buffers come
+last, after the forward passes of the last step, because forward passes may write to buffers.
 
 If forward passes have collectives across replicas, the joining replica must take part in them. It
 then receives the complete state before the step, and all replicas wait for it.
@@ -78,7 +78,7 @@ SMALL_BYTES = 2**22  # sum over the ranks of a replica
 # of the seconds of the unit, so that the gradients have most of the bandwidth.
 _PAUSE = 3
 _LOG_EVERY_S = 10.0
-_END, _UNIT, _BUFFERS = range(3)  # the next message of a session
+_END, _UNIT, _BUFFERS = range(3)  # the first element of a message: kind of the data that follows
 
 
 class _Unit(NamedTuple):
@@ -133,12 +133,14 @@ class _State:
         reshard(model)
         spread_state(optimizer)
         self.tensors = tensors = saved_tensors(model, optimizer)
-        # Of the state that each replica has for itself, a joining replica takes the optimizer's.
+        # Of the state that differs between replicas, a joining replica receives only the optimizer
+        # state.
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self.later = {f"model/{name}" for name in buffer_names(model)}
         self.buffers = [local_part(tensors[name].detach()) for name in sorted(self.later)]
-        # A large model has hundreds of thousands of units: only a unit that is sent is made.
+        # `unit` creates a `_Unit` on demand, because a large model has hundreds of thousands of
+        # units.
         self._parts: list[tuple[list[Tensor], int]] = []
         self._starts: list[int] = []
         self.count = self.nbytes = 0
@@ -193,8 +195,8 @@ def _size(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
 
 
 class Sender:
-    """Sends the state of this rank to the rank of ``joiner`` at the same position. ``state``: the
-    plain values of the first message, including ``step``."""
+    """Sends the state of this rank to the rank of ``joiner`` at the same position. ``state`` holds
+    the plain values of the first message, including ``step``."""
 
     def __init__(
         self,
@@ -272,7 +274,8 @@ class Sender:
             if not self._send_units(everything):
                 return
             self._stop.wait()
-            # After units the buffers wait for the next step: its forward passes write to them.
+            # Buffers are sent in a session that starts after the last unit: at its start the
+            # joining replica has announced that this step completes its state (`is_last_step`).
             is_last = everything or self._position == first
             if self._position < self._state.count or not is_last:
                 self._send(_message(_END))
@@ -281,13 +284,14 @@ class Sender:
             _send_all(self._send, (_message(_BUFFERS), *(bytes_of(each) for each in buffers)))
 
     def _send_first(self, manifest: Manifest, blocks: Sequence[Tensor]) -> bool:
-        """Send the values and tensors that come before the units. False if a rank is lost."""
+        """Send the values and tensors that come before the units. False if a rank has failed."""
         sizes = [block.numel() for block in blocks]
         data = as_bytes(encode([manifest, sizes, sorted(self._state.later)]).encode())
         return _send_all(self._send, (torch.tensor([len(data)]), data, *blocks))
 
     def _send_units(self, everything: bool) -> bool:
-        """Send units until `finish_step`, at least one of them. False if a rank is lost."""
+        """Send at least one unit, and further units until `finish_step`. False if a rank has
+        failed."""
         first, begun = self._position, self._quorum.begun
         while self._position < self._state.count:
             if self._stop.is_set() and self._position > first and not everything:
@@ -303,12 +307,12 @@ class Sender:
 
 
 def _send_all(send: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> bool:
-    """Send the ``tensors`` that have elements. False if a rank is lost before the end."""
+    """Send the ``tensors`` that have elements. False if a rank has failed before the end."""
     return all(send(each.cpu()) for each in tensors if each.numel())
 
 
 class _First(LocalState):
-    """The tensors that come first. Loading leaves the others as they are."""
+    """The tensors that come before the units. Loading does not change other tensors."""
 
     def __init__(self, manifest: Manifest, data: Tensor, later: set[str]) -> None:
         super().__init__(manifest, data, "the state of another replica")
@@ -333,7 +337,7 @@ class Receiver:
 
     @property
     def is_last_step(self) -> bool:
-        """True if only buffers are missing at the start of this step."""
+        """True if only buffers were missing at the start of this step."""
         return self._is_last_step
 
     @property
@@ -342,7 +346,8 @@ class Receiver:
         return self._position > self._total
 
     def begin(self) -> Manifest | None:
-        """Receive the tensors and values that come first. None if the donor is lost."""
+        """Receive the tensors and values that come before the units. None if the donor has
+        failed."""
         self._connect()
         send, length = self._send, torch.zeros(1, dtype=torch.int64)
         if not send(torch.tensor([-1]), 1) or not send(length):
@@ -365,8 +370,8 @@ class Receiver:
         return manifest
 
     def start_step(self) -> None:
-        """Start a session: write units until the donor ends it. Nothing else reads or writes them
-        meanwhile, because this replica runs no forward pass."""
+        """Start a session: write units until the donor ends the session. No other code reads or
+        writes these tensors meanwhile, because this replica runs no forward pass."""
         state = _State(self._model, self._optimizer, len(self._quorum.ranks[self._quorum.replica]))
         self._total = state.count
         self._position = min(self._position, self._total)
@@ -376,8 +381,8 @@ class Receiver:
         self._session = in_thread(lambda: self._run(state, continues, stream))
 
     def finish_step(self) -> None:
-        """Wait for the end of the session. Collective over the ranks of this replica, which all
-        continue from the first unit that one of them is missing."""
+        """Wait for the end of the session. Collective over the ranks of this replica: all continue
+        from the first unit that any of these ranks is missing."""
         if self._session is not None:
             self._session.result()
             self._session = None
@@ -396,7 +401,7 @@ class Receiver:
             with _copies(stream):
                 self._receive(state)
         finally:
-            # Also if the donor is lost: the update must follow the copies of all received units.
+            # Also if the donor has failed: the update must follow the copies of all received units.
             if stream is not None:
                 stream.synchronize()
 

@@ -5,8 +5,8 @@ gradients, of a small fp64 vector. It contains:
 
 * the number of ranks that have noticed a failed replica, and if a replica waits to join;
 * the loss and the squared gradient norm, which also show if a value is not finite;
-* the number of tokens and the hash of this global batch, and the number of tokens of the next one,
-  which the losses of the next step are divided by;
+* the number of tokens and the hash of this global batch, and the number of tokens of the next
+  global batch, which divides the losses of the next step;
 * requests to save or to stop;
 * hashes of tensors that must be equal on all replicas;
 * the report of every rank about the previous step, in a separate row.
@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -71,11 +72,7 @@ class StepStatus:
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # The status vector contains the used parameters, if the engine can wait for them.
-        able = []
-        for each in engines_in(model):
-            if each.may_defer_status:
-                able.append(each)
-        self._used = next(iter(able), None)
+        self._used = next(filter(attrgetter("may_defer_status"), engines_in(model)), None)
         if self._used is not None:
             self._used.defer_status()
         shape = mesh_shape(mesh)
@@ -95,8 +92,8 @@ class StepStatus:
         self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
     def all_reduce(self, step: int, own: RankStatus) -> Tensor:
-        """Return the sum of the status vectors of all ranks, on CPU. It is valid only if the step
-        is committed. Collective, after the gradients are complete."""
+        """Return the sum of the status vectors of all ranks, on CPU. The sum is valid only if the
+        step is committed. Collective, after the gradients are complete."""
         vector = torch.cat(
             [sent_to(self._device, self._from_host(step, own)), *self._computed(own)]
         )
@@ -106,7 +103,7 @@ class StepStatus:
 
     def _from_host(self, step: int, own: RankStatus) -> Tensor:
         """Return the part of the vector that the host knows, on CPU."""
-        # Has a replica failed? Does one wait to join? Does this rank have the state?
+        # Flags: a replica has failed; a replica waits to join; this rank has the state.
         about = [0.0, 0.0, 1.0]
         if (replicas := current()) is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]
@@ -163,7 +160,7 @@ class StepStatus:
         if len(hashes):
             assert self._comparison is not None
             self._comparison.check(hashes, int(live_ranks))
-        # If a part of one rank is not finite, the sum is not finite on any rank.
+        # If the value of one rank is not finite, the sum is not finite on any rank.
         finite = bool(sums.isfinite().all() and squares.isfinite().all())
         norms = (squares.sqrt() / loss_scale).tolist()
         live_replicas = live_ranks / self._ranks_of_replica if len(norms) > 1 else 1.0

@@ -139,7 +139,8 @@ class Trainer(TrainerParts):
             except ReplicaLost:
                 if not self.quorum.needs_all:
                     raise
-                # All replicas roll back at the start of the next step, whatever was decided here.
+                # All replicas roll back at the start of the next step, which discards the decisions
+                # of this step.
                 self.quorum.lose_state()
                 self.upcoming, self.preempted = self._no_batch(), False
             except Exception as error:
@@ -166,8 +167,8 @@ class Trainer(TrainerParts):
         self._calls.start(self.progress.step)
 
     def step(self, feed: BatchFeed) -> None:
-        """Run one optimizer step; save if a save is due, and record it. If a replica fails, the
-        survivors repeat the step until all of them have it completely. Collective. Raises
+        """Run one optimizer step, save if a save is due, and record the step. If a replica fails,
+        the survivors repeat the step until all of them have completed it. Collective. Raises
         `RunTakenOver` on rank 0.
         """
         begin, busy = time.perf_counter(), time.process_time()
@@ -181,7 +182,8 @@ class Trainer(TrainerParts):
             self.clock.mark("forward_backward_s")
             # The next batch is read before the status all-reduce, which also sums the tokens of the
             # next global batch. The losses of the next step are divided by this sum, which must be
-            # known before its first backward pass; reading here saves a second all-reduce.
+            # known before the first backward pass of that step. Reading the batch here saves a
+            # second all-reduce.
             is_last = step >= self.config.train.steps
             following = None if is_last else self.take(feed)
             self.clock.mark("data_s")
@@ -282,7 +284,8 @@ class Trainer(TrainerParts):
         while True:
             sums = self._validation_sums(stream)
             dist.all_reduce(sums)
-            # After the failure of a replica its part is missing, so the survivors repeat all.
+            # After the failure of a replica its part is missing, so the survivors repeat the
+            # complete evaluation.
             if not self.quorum.repeats_evaluation():
                 return (sums[0] / sums[1].clamp(min=1)).item()
 
@@ -356,7 +359,7 @@ class Trainer(TrainerParts):
         self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: AgreedResult
     ) -> bool:
         """Compare the metrics of this step with the best values so far, and end the run if it
-        should stop. True if this state is the best one."""
+        should stop. True if this state is the best state so far."""
         step = self.progress.step
         measured = {
             keys.LOSS: outcome.loss,
@@ -429,7 +432,7 @@ class Trainer(TrainerParts):
         return assignment
 
     def _read_part(self, assignment: Assignment, feed: BatchFeed, *, again: bool) -> StepBatch:
-        """Return this rank's part of the global batch; ``feed`` continues with the later ones.
+        """Return this rank's part of the global batch; ``feed`` continues with the later batches.
         ``again``: ``feed`` has passed this global batch already."""
         if assignment.computes:
             prepared = None if again else self.upcoming
@@ -441,7 +444,7 @@ class Trainer(TrainerParts):
         return batch
 
     def _no_batch(self) -> StepBatch:
-        """The part of a rank that computes nothing of the next global batch."""
+        """Return the part of a rank that computes nothing of the next global batch."""
         return StepBatch([], 0, 0, 0.0, self.progress.samples + self.plan.global_batch_size)
 
     def _gradients(self, step: int, assignment: Assignment, batch: StepBatch) -> Tensor:

@@ -40,7 +40,7 @@ class TrainerParts:
     ownership: OwnershipLock  # checked before every row and every checkpoint
     hooks: Sequence[Hook]  # called after every step
     replicas: Quorum | None = None  # set if replicas may fail and join
-    # Called on the new leader after a failure of the old one
+    # Called on the new leader after a failure of the old leader
     take_roles: Callable[[Any], None] = lambda trainer: None
 
 

@@ -188,7 +188,7 @@ def main() -> None:
         # FSDP1 does not reduce gradients over replicas of one rank.
         parser.error(f"--ranks {options.ranks}: hybrid has two replicas; use 4, 6, 8 ...")
     notes = []
-    print("| layout | implementation | s a step | CPU-s a step | time ratio | CPU ratio |")
+    print("| layout | implementation | s per step | CPU-s per step | time ratio | CPU ratio |")
     print("|---|---|---|---|---|---|", flush=True)
     for layout in options.layouts:
         names, skipped = installed(layout)

@@ -29,6 +29,8 @@ WORDS = (
     *("train.validate_every=0", "metrics.log_every=1", "metrics.tensorboard=false"),
 )
 DONOR, JOINER = 0, 2
+# Limit for ten steps; a step of 2 GiB of state takes half a minute
+STEPS_S = 1200
 PHASES = ("before", "without the replica", "during the stream", "after")
 
 
@@ -99,14 +101,14 @@ def main() -> None:
     ):
         words = ["-m", "parallel2d.train", *WORDS, *arguments.overrides]
         job = cluster.run([*words, f"hydra.run.dir={folder}/run"], launcher="own", cwd=folder)
-        job.wait_for_step(10, 300)
+        job.wait_for_step(10, STEPS_S)
         memory = Memory()
         memory.sample(cluster)
         cluster.kill_worker(JOINER, 0)
         while not job.rows()[-1][keys.REPLICAS_JOINED]:
             memory.sample(cluster)
             time.sleep(0.5)
-        job.wait_for_step(job.step() + 8, 300)
+        job.wait_for_step(job.step() + 8, STEPS_S)
         parameters = re.findall(r": ([\d,]+) parameters", job.output(DONOR))[0]
         # The fp32 value and two moments of each parameter
         print(report(job.rows(), memory, 12 * int(parameters.replace(",", "")) / 2**20))

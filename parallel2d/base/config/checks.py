@@ -126,7 +126,7 @@ def _conflicting(conflicts: _Conflicts, config: Any) -> _Problems:
 
 
 def _setting_text(config: Any, setting: str) -> str | None:
-    """Return ``KEY=VALUE`` for ``setting`` if ``config`` has it; None if its value is another."""
+    """Return ``KEY=VALUE`` for ``setting`` if ``config`` has this value, otherwise None."""
     key, _, wanted = setting.partition("=")
     group, _, name = key.partition(".")
     section = getattr(config, group)
@@ -147,7 +147,7 @@ def _llama(config: TrainConfig) -> _Problems:
         return
     heads = f"model.n_heads={model.n_heads}"
     head_dim, rest = divmod(model.dim, model.n_heads)
-    # Rotary embedding turns pairs.
+    # Rotary embedding rotates pairs of dims.
     is_odd = not rest and head_dim % 2
     yield rest, f"model.dim={model.dim} must be a multiple of {heads}"
     yield is_odd, f"model.dim / model.n_heads = {head_dim} must be even"
@@ -174,10 +174,10 @@ def _library_model(config: TrainConfig) -> _Problems:
         not isinstance(adapter, Mapping),
         f"model.adapter={adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}",
     )
-    # Only the adapter is saved, which is useless without the weights that it was trained on.
+    # Only the adapter is saved: it is useless without the saved weights of its base.
     yield (
         model.path is None or not model.load_weights,
-        "model.adapter needs model.path and model.load_weights=true: weights that are kept",
+        "model.adapter needs model.path and model.load_weights=true: only the adapter is saved",
     )
     yield tensor not in (1, "auto"), f"mesh.tensor={tensor}: model.adapter needs mesh.tensor=1"
     yield (
@@ -387,7 +387,7 @@ def _steps(config: TrainConfig) -> _Problems:
 
 
 def _best(config: TrainConfig) -> _Problems:
-    """Metrics, of validation or of a hook, that this job never measures."""
+    """Yield problems for metrics of validation or of a hook that this job never measures."""
     data, train = config.data, config.train
     measured = ["loss", "grad_norm"]
     if train.validate_every:

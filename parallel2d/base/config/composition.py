@@ -69,7 +69,7 @@ class Composition:
                 hydra_context=HydraContext(GlobalHydra.instance().config_loader(), callbacks),
             )
         callbacks.on_run_end(**config, job_return=result)
-        # Its public property would print the error in Hydra's own way.
+        # The public property `return_value` would print the error in Hydra's format.
         if result.status == JobStatus.FAILED:
             raise result._return_value
 
@@ -108,8 +108,8 @@ def explain_override_errors(parsed: argparse.Namespace) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except yaml.MarkedYAMLError as error:  # in one's own file
-        mark, problem = error.problem_mark, files.printable(error.problem or "no YAML")
+    except yaml.MarkedYAMLError as error:  # in a custom file
+        mark, problem = error.problem_mark, files.printable(error.problem or "not YAML")
         where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else "a YAML file"
         raise ConfigError(f"{where}: {problem}") from None
     # ValueError: precision=32, compile=true
@@ -142,7 +142,7 @@ def from_yaml(text: str) -> TrainConfig:
 
 def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     missing = sorted(OmegaConf.missing_keys(composed))
-    # OmegaConf would stop at the first of them.
+    # OmegaConf would stop at the first problem.
     if missing:
         raise ConfigError("\n".join(map("{} is required and was not given".format, missing)))
     try:

@@ -53,15 +53,14 @@ def explain(parsed: argparse.Namespace, error: Exception) -> str:
 def _wrong_in_files(
     parsed: argparse.Namespace, chosen: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """Lines about the files of ``--config-dir`` that are chosen: an experiment, and the main file
-    in the place of ours."""
+    """Return lines about the chosen files of ``--config-dir``: an experiment, and the main file
+    that replaces the package's."""
     names = [parsed.config_name] if parsed.config_name != "train" else []
+    others = []
     for word in chosen:
         if word.startswith("experiment="):
             names.append(word.replace("=", "/", 1))
-    others = []
-    for word in chosen:
-        if not word.startswith("experiment="):
+        else:
             others.append(word)
     for name in names:
         path = os.path.join(parsed.config_dir or "", f"{name}.yaml")
@@ -126,7 +125,7 @@ def _read(
     chosen: list[str] = []
     values: list[Override] = []
     for word in words:
-        # One call per override: Hydra's parser stops at the first that it cannot read.
+        # One call per override: Hydra's parser stops at the first override that it cannot read.
         try:
             override = OverridesParser.create(loader).parse_override(word)
         except HydraException as unreadable:
@@ -171,7 +170,7 @@ def _try_value(
     """Return the message for an override that sets a key, or None if it is right."""
     key, word = override.key_or_group, override.input_line
     keys = dotted_keys(base)
-    # ~key: Hydra removes keys, and the schema has no place for a missing one.
+    # ~key: Hydra removes keys, but every key of the schema must exist.
     if override.is_delete():
         return f"{word}: keys cannot be removed, only set"
     # Each job of a sweep is checked when it is composed.

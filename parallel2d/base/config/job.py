@@ -275,7 +275,9 @@ class LaunchConfig:
     max_restarts: int | str = option(
         "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
     )
-    min_replicas: int = option(1, "Replicas that train on if others are lost; below: wait", min=1)
+    min_replicas: int = option(
+        1, "Live replicas with which training continues after a failure; fewer wait", min=1
+    )
     on_replica_loss: str = option(
         "auto",
         "auto: the others train on, on GPUs only where preflight has passed; docs/failures.md",
@@ -372,9 +374,9 @@ class TrainConfig:
 
     @property
     def replicas_survive(self) -> bool:
-        """True if training may continue without a lost replica. Each replica has the full state,
-        except for its error feedback. Where replicas split updates, the survivors wait for a lost
-        one."""
+        """True if training may continue without a failed replica. Each replica has the full state,
+        except for its error feedback. If replicas split updates, the survivors wait for the failed
+        replica."""
         certifies = self.train.certify or self.train.certify_only
         return self.strategy.placement.replicates and not certifies
 
@@ -438,5 +440,5 @@ class Job:
     records: str = ""  # folder of the run directory for Hydra's records of a pending start
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by the objective of this job
-    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as lost
+    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as failed
     sizes: Mapping[str, int] | None = None

@@ -12,7 +12,7 @@ from parallel2d.base.config.options import default_of, field_problems, is_read, 
 from parallel2d.base.errors import did_you_mean
 
 _reference = partial(option, reference=True)
-# Ways of `model.conditional`; see parallel/parallelize/conditional.py
+# Values of `model.conditional`; see parallel/parallelize/conditional.py
 CONDITIONAL = ("replicate", "root", "always")
 _conditional = partial(
     option, {}, "Modules that only some ranks run: {vision: replicate}; or root, or always"

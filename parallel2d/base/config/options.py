@@ -240,12 +240,12 @@ def is_reference(value: Any) -> bool:
         return False
     module, colon, name = value.partition(":")
     parts = [*module.split("."), *name.split(".")]
-    return bool(colon) and all(part.isidentifier() for part in parts)
+    return bool(colon) and all(map(str.isidentifier, parts))
 
 
 def load_reference(key: str, reference: str) -> Any:
     """Import the callable ``package.module:name``. Modules of the current folder are found after
-    all installed ones.
+    all installed modules.
 
     Args:
         key: the configuration key, for the error message.

@@ -115,7 +115,7 @@ class _WithoutAliases(yaml.SafeLoader):
 def read_yaml(path: str) -> Any:
     """Read an untrusted YAML file. Raises OSError, UnicodeDecodeError, and all errors of
     `parse_yaml`; `ConfigError` also for a file that is not regular."""
-    if not os.path.isfile(path) and os.path.exists(path):  # a pipe would be waited for
+    if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe would wait
         raise ConfigError("not a regular file")
     with open(path, encoding="utf-8") as stream:
         return parse_yaml(stream.read(_LARGEST_YAML + 1))
@@ -137,7 +137,7 @@ def _of_cluster_file(path: str) -> list[str]:
         found = read_yaml(path)
         if not isinstance(found, dict):
             raise ConfigError("no cluster file: it has no keys")
-        found.pop("defaults", None)  # of no use apart from conf/cluster
+        found.pop("defaults", None)  # used only by the files in conf/cluster
         return _words_of("cluster", found)
     except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = str(error).replace("\n", " ")

@@ -215,9 +215,9 @@ _blocks = partial(option, read_by=("full", "selective", "offload"))
 @dataclass
 class ActivationCheckpointingConfig:
     """Activations that backward recomputes. ``full`` saves only block inputs. ``selective`` also
-    saves the results of the operators in ``keep`` and recomputes the cheaper ones. With ``budget``
-    the compiler chooses the saved activations within ``memory_budget``. ``offload`` recomputes
-    nothing and keeps the saved activations of blocks in host memory."""
+    saves the results of the operators in ``keep`` and recomputes the cheaper results. With
+    ``budget`` the compiler chooses the saved activations within ``memory_budget``. ``offload``
+    recomputes nothing and keeps the saved activations of blocks in host memory."""
 
     name: str = option("none", choices=("none", "full", "selective", "budget", "offload"))
     every: int = _blocks(1, "Checkpoint one block in so many; 2: half the saving and cost", min=1)
@@ -243,7 +243,8 @@ class ActivationCheckpointingConfig:
 
     @property
     def compiler_budget(self) -> float | None:
-        """Share of activations that the compiler may save; None if it does not choose them."""
+        """Share of activations that the compiler may save; None if the compiler does not choose the
+        saved activations."""
         return self.memory_budget if self.name == "budget" else None
 
     @property
@@ -322,7 +323,7 @@ class SyncConfig:
         """Return a copy without ``bucket_mib=auto``."""
         if self.bucket_mib != AUTOMATIC:
             return self
-        # Small messages take as long as larger ones on the network between GPUs.
+        # Between GPUs on the network, small messages take as long as larger messages.
         on_device = device_type not in ("", "cpu")
         return dataclasses.replace(self, bucket_mib=25.0 if on_device else 4.0)
 

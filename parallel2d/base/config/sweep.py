@@ -118,7 +118,7 @@ def _run_job(
         job = job_here(to_config(composed), options)
         first = numbers.setdefault(job.run_dir, settings.job.num)
         if first != settings.job.num:
-            # This job would resume the other one, which has finished all steps.
+            # This job would resume the other job, which has finished all steps.
             raise ConfigError(
                 f"jobs {first} and {settings.job.num} of the sweep have the same run directory "
                 f"{job.run_dir}: give each its own, as hydra.sweep.subdir='${{hydra.job.num}}'"
@@ -134,7 +134,8 @@ def _run_job(
 
 
 class _SweepEnded(BaseException):
-    """End of a sweep. Not an Exception, because Hydra continues with the next job after one."""
+    """End of a sweep. Not a subclass of Exception: after an Exception Hydra continues with the next
+    job."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))

@@ -117,7 +117,7 @@ def check_depth(value: Any) -> None:
 
 def is_count(value: Any, largest: int = MAX_COUNT) -> bool:
     """True if a JSON value is an integer from 0 to ``largest``."""
-    # Not isinstance, because True and False are ints too.
+    # Not `isinstance`, which would accept True and False.
     return type(value) is int and 0 <= value <= largest
 
 
@@ -144,9 +144,9 @@ def replace(
         durable: True if the content must survive a loss of power, once the folder is flushed.
 
     Raises:
-        OSError: if the file cannot be written. No draft remains.
+        OSError: if the file cannot be written. The temporary file is removed.
     """
-    # The draft is in the same folder, because a rename cannot cross file systems.
+    # The temporary file is in the same folder, because a rename cannot cross file systems.
     draft = f"{path}.{os.urandom(8).hex()}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -157,7 +157,7 @@ def replace(
                 file.write(content.encode())
             if durable:
                 file.flush()
-                os.fsync(file.fileno())  # before the rename: a crash could leave an empty file
+                os.fsync(file.fileno())  # without this, a crash could leave an empty file
         os.replace(draft, path)
     except BaseException:  # also after an interrupt
         with contextlib.suppress(OSError):
@@ -230,7 +230,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 def _lift_folders(outer: int, name: str) -> None:
     """Remove a folder in ``outer``. The folders in it move to ``outer``."""
-    # By descriptors, because another user with write permission could replace a folder by a link.
+    # Use descriptors instead of paths, because another user with write permission could replace a
+    # folder by a link.
     inner = os.open(name, _FOLDER, dir_fd=outer)
     try:
         for below in _unlink_files(inner):

@@ -46,7 +46,7 @@ def try_in_child(path: str, size: int, use: Callable[[], object]) -> None:
         except ConfigError as error:
             os.write(sender, str(error).encode())
         finally:
-            # Not sys.exit, because the exit handlers belong to the parent.
+            # `sys.exit` would run the exit handlers of the parent.
             os._exit(1)
     os.close(sender)
     with open(receiver, encoding="utf-8") as answer:

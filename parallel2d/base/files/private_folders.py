@@ -114,6 +114,7 @@ def _started(process: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         text = Path(f"/proc/{process}/stat").read_text()
         # proc(5): field 22 of the line, the 20th after the command's name. The name is in
-        # parentheses and may itself hold spaces and parentheses, so they are counted from its end.
+        # parentheses and may contain spaces and parentheses, so the fields are counted from the
+        # last parenthesis.
         return text.rpartition(")")[2].split()[19]
     return "unknown"

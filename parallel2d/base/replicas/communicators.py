@@ -1,4 +1,4 @@
-"""The process groups of one quorum: `Communicator`, `Gloo`, `Nccl`.
+"""The process groups of one quorum: `Communicator`, `Gloo`, `Tree`, `Nccl`.
 
 [Note: no wait for another replica] A collective with a failed peer may hang without an error.
 Therefore the host never calls a method that waits for a collective. The host polls
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import ReconfigureOptions
 
 from parallel2d.base.device import set_device
@@ -128,6 +129,84 @@ class Gloo:
     def set_timeout(self, timeout: timedelta) -> None:
         if self._group is not None:
             self._group.set_timeout(timeout)
+
+
+class Tree(Gloo):
+    """All-reduces on CPU over a binary tree of the members. Each edge of the tree is a gloo group
+    of two ranks, so a rank holds at most three connections, whatever the number of members."""
+
+    def connect(
+        self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
+    ) -> Any:
+        # From the root downwards, which excludes a deadlock.
+        groups: list[Any] = []
+        for child in (rank, 2 * rank + 1, 2 * rank + 2):
+            if child == 0 or child >= size:
+                groups.append(None)
+                continue
+            if stop():
+                raise RuntimeError("a replica failed")
+            edge = PrefixStore(str(child), store)
+            groups.append(_gloo(edge, int(child == rank), 2, timeout, _device(), threads=1))
+        return groups
+
+    def start(self, name: str, *arguments: Any) -> Collective:
+        groups = self._group
+        if groups is None or name != "allreduce":
+            raise RuntimeError(f"{name}: no quorum is connected")
+        return Collective(_TreeAllReduce(groups, *arguments))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for group in self._group or ():
+            if group is not None:
+                group.set_timeout(timeout)
+
+
+class _TreeAllReduce(dist.Work):
+    """An all-reduce in a thread: the sum of each subtree moves to the root, and the result moves
+    back. After the failure of a member, the thread ends when a connection fails, because a rank
+    that abandons the quorum closes its connections.
+
+    Args:
+        groups: group with the parent, and with each child; None without a parent or child.
+    """
+
+    def __init__(
+        self, groups: Sequence[Any], tensors: list[torch.Tensor], options: dist.AllreduceOptions
+    ) -> None:
+        super().__init__()
+        self._error: RuntimeError | None = None
+        arguments = groups, tensors, options.reduceOp
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name="replicas all-reduce", daemon=True
+        )
+        self._thread.start()
+
+    def _run(
+        self, groups: Sequence[Any], tensors: list[torch.Tensor], operation: dist.ReduceOp
+    ) -> None:
+        parent, *children = groups
+        upwards: Any = dist.ReduceOptions()
+        upwards.reduceOp = operation  # the root of an edge is its parent, rank 0
+        try:
+            for group in (*children, parent):
+                if group is not None:
+                    group.reduce(tensors, upwards).wait()
+            for group in (parent, *children):
+                if group is not None:
+                    group.broadcast(tensors, dist.BroadcastOptions()).wait()
+        except RuntimeError as error:
+            # The traceback refers to this frame, and so to the groups, in a reference cycle.
+            self._error = error.with_traceback(None)
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, *_: Any) -> bool:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 class _NcclCollective(Collective):
@@ -252,9 +331,11 @@ def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return _gloo(store, rank, size, timeout, device)
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+def _gloo(
+    store: Any, rank: int, size: int, timeout: timedelta, device: Any, threads: int = 2
+) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._devices = timeout, [device]
+    options._timeout, options._devices, options._threads = timeout, [device], threads
     return ProcessGroupGloo(store, rank, size, options)
 
 

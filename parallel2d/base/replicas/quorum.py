@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
-from parallel2d.base.replicas.communicators import BACKENDS, lazy_gloo
+from parallel2d.base.replicas.communicators import BACKENDS, Communicator, Tree, lazy_gloo
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.links import Hierarchy, Link, Links
 from parallel2d.base.replicas.records import Records, as_text, from_text
@@ -193,16 +193,19 @@ class Quorum:
         """Create the groups of a `Hierarchy`. Collective."""
         store = PrefixStore(f"{key}/inside/{self.replica}", self.own_store)
         inside = lazy_gloo(store, self.place, len(self.ranks[self.replica]), timeout)
-        across = self.new_link(f"{key}/first", timeout) if self.place == 0 else None
+        across = self._new_link(f"{key}/first", Tree(), timeout) if self.place == 0 else None
         return Hierarchy(self.links, inside, across)
 
-    def new_link(self, key: str, timeout: timedelta, *, on_device: bool = False) -> Link:
-        """Connect the ranks at this position of each live replica. Collective over these ranks.
-        ``on_device``: True for tensors on the device, False for tensors on CPU."""
-        make = BACKENDS[self._backend if on_device else "gloo"]
+    def new_link(self, key: str, timeout: timedelta) -> Link:
+        """Connect the ranks at this position of each live replica, for tensors on the device.
+        Collective over these ranks."""
         identity = self.incarnation * len(self.ranks) + self.replica
         store = PrefixStore(f"replicas/communicator/{key}", self.store)
-        link = Link(key, make(self._device, store, identity), timeout)
+        communicator = BACKENDS[self._backend](self._device, store, identity)
+        return self._new_link(key, communicator, timeout)
+
+    def _new_link(self, key: str, communicator: Communicator, timeout: timedelta) -> Link:
+        link = Link(key, communicator, timeout)
         link.communicator.use(self._connect(link, self.own_store))
         self.links.add(link)
         return link
@@ -321,7 +324,7 @@ class Quorum:
         if self.own in members:
             self.state = ReplicaState.COMPLETE
 
-    # Agreements
+    # All-reduces over the live ranks
 
     def agree(self, tensor: Tensor, operation: Any) -> bool:
         """All-reduce ``tensor`` over all live ranks, in place. True if all ranks of this replica

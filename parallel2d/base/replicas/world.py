@@ -286,7 +286,7 @@ def create(quorum: Quorum, given: Any, options: Any) -> Any:
     is_of_all = len(ranks) == sum(map(len, quorum.ranks))
     if sorted(ranks) == in_position and (isinstance(options, AxisOptions) or not is_of_all):
         key = f"{quorum.new_key()}/{quorum.place}"
-        link = quorum.new_link(key, quorum.timeout, on_device=True)
+        link = quorum.new_link(key, quorum.timeout)
         return Across(quorum, link, rank, len(ranks), quorum.timeout)
     if is_of_all:
         return Everyone(quorum, rank, len(ranks), given.timeout)

@@ -57,7 +57,9 @@ class Channel:
         peer has sent."""
         code = _code(self._receives, self._received, header[:4] + content)
         if not hmac.compare_digest(header[4:], code):
-            raise Untrusted("it sent a frame that is not sealed with the job's secret, or not next")
+            raise Untrusted(
+                "it sent a frame that is not sealed with the job's secret, or out of order"
+            )
         self._received += 1
         fields, start = [], 0
         while start < len(content):

@@ -28,7 +28,8 @@ from parallel2d.base.store.channel import (
 _ANSWER_S = 30.0  # an answer is late only if a whole cluster connects in the same second
 _LONGEST_S = 1e9
 _TRIES, _AGAIN_S = 3, 0.3  # for a store that closes the connection
-# Keeps clients alive: torch references only the C++ half, which does not work without this one.
+# Keeps clients alive: torch references only the C++ object, which does not work without the Python
+# object.
 _kept: set[StoreClient] = set()
 
 
@@ -58,7 +59,7 @@ class StoreClient(Store):
         connect_timeout_s: float | None = None,
     ) -> None:
         super().__init__()
-        self.timeout: timedelta  # of the C++ half
+        self.timeout: timedelta  # of the C++ object
         self.address, self._secret = address, secret
         self.set_timeout(timedelta(seconds=timeout_s))
         self._idle: list[_Connection] = []

@@ -41,7 +41,7 @@ _UNPROVEN = 4096
 _LONGEST_WAIT_S = 3600.0  # between two polls of the deadlines
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
-_MOST_UNSENT = 1 << 20  # bytes of answers that a peer leaves unread before it is not heard
+_MOST_UNSENT = 1 << 20  # bytes of unread answers above which requests of the peer are not read
 
 
 class StoreServer:
@@ -251,8 +251,8 @@ class StoreServer:
     # Requests
 
     def _answer(self, peer: _Peer, request: Sequence[bytes]) -> list[bytes] | None:
-        """Return the answer, or None if the request must wait. Raises `Untrusted` for a request
-        while another one of the peer waits."""
+        """Return the answer, or None if the request must wait. Raises `Untrusted` if an earlier
+        request of the peer still waits."""
         if peer.wait is not None:
             raise Untrusted("it asked twice at once")
         try:

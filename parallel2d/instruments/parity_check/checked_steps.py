@@ -143,7 +143,7 @@ class _CheckedSteps:
             self.comparison.compare(number, records, whole)
 
     def _gradients(self, record: RankRecord) -> dict[str, Tensor]:
-        """Return the gradients by FQN, with zeros for missing ones: all ranks list the same
+        """Return the gradients by FQN, with zeros for missing gradients: all ranks list the same
         names."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._updated.items():

@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class StepComparison:
         self._audit = CollectiveAudit(checked)
         self._run = ReferenceRun(checked)
         self._step = 0
-        # By replica, of the step before
+        # Values of the previous step, by replica
         self._gradients_before: list[Tensors] = [{} for _ in self._run.replicas]
         config, shape, module = checked.config, checked.shape, self._run.plain.module
         crosses = checked.method.description
@@ -179,9 +180,7 @@ class StepComparison:
             self._norm_and_update(replica, whole["gradients"][replica], records)
         # Bytes are predicted for groups of modules that run once per micro-batch of training.
         runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
-        logs = []
-        for record in records:
-            logs.append(record.collectives)
+        logs = list(map(attrgetter("collectives"), records))
         for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
             self.report.add(each)
         self.report.collectives = dict(Counter(map(describe, logs[0])))

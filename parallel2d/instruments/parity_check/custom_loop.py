@@ -19,6 +19,7 @@ from parallel2d.instruments.parity_check.parity_report import ParityReport
 from parallel2d.instruments.parity_check.reference_run import CheckedRun
 from parallel2d.parallel.cost.traffic import predicted_bytes
 from parallel2d.parallel.mesh import mesh_shape, part_group
+from parallel2d.parallel.model_structure import tensor_leaves
 from parallel2d.parallel.parallelize import parallelize
 from parallel2d.parallel.parallelize.layout import Workload, resolve
 from parallel2d.parallel.weights.initial_values import Initializer
@@ -56,10 +57,7 @@ def certify(
             `parallelize` refuses.
     """
     shape = mesh_shape(mesh)
-    sizes = set()
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            sizes.add(leaf.shape[0])
+    sizes = set(map(len, tensor_leaves(batch)))
     if len(sizes) != 1 or min(sizes) < 2 * shape.data_ranks:
         raise ConfigError(
             f"certify: the tensors of batch have {sorted(sizes)} samples in dim 0; they must have "

@@ -13,6 +13,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -320,7 +321,7 @@ class ReferenceSync:
         self._outer: ExpectedOuter | None = None
         outer = outer_sync(checked.model)
         if outer is not None:
-            self._outer = outer.expected([replica.parameters for replica in replicas], self.cuts)
+            self._outer = outer.expected(list(map(attrgetter("parameters"), replicas)), self.cuts)
 
     @property
     def shared(self) -> Tensors:
@@ -337,16 +338,16 @@ class ReferenceSync:
             found = []
             for each in replicas:
                 found.append(each[name])
-            values, cut = [each.value for each in found], self.cuts[name]
+            values, cut = list(map(attrgetter("value"), found)), self.cuts[name]
             value = self._method.expected_gradient(values, cut, name, self._state)
-            size = sum(each.size for each in found) / len(found)
-            used = any(each.used for each in found)
+            size = sum(map(attrgetter("size"), found)) / len(found)
+            used = any(map(attrgetter("used"), found))
             means[name] = ReferenceGradient(len(found), value, None, size, used)
         return means
 
     def after_update(self, step: int) -> None:
         """With diloco, exchange the fragments that are due after ``step`` updates, and apply the
-        arriving ones."""
+        fragments that arrive."""
         if self._outer is not None:
             self._outer.after_update(step)
 

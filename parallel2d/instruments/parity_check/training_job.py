@@ -56,7 +56,7 @@ def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     meter.remove()
     try:
         checked = _checked(trainer, notes)
-        # Before the first step, because these forwards belong to no step.
+        # Run these forwards before the first step, because they do not belong to a step.
         first = checked.read(1, data_coordinate(trainer.mesh))[0]
         trainer.loss.compare_head(trainer.model, first)
         return certify_steps(checked, meter, steps)
@@ -122,16 +122,16 @@ def fitting_model(model: Any, device: torch.device, notes: list[str]) -> Any:
         if settings.get(key, 1) <= 1:
             raise ConfigError(
                 f"certify: one process needs {needed / 2**30:.1f} GiB for this model and has "
-                f"{room / 2**30:.1f}; certify a smaller one of the same kind"
+                f"{room / 2**30:.1f}; certify a smaller model of the same kind"
             )
         settings[key] //= 2
     if settings.get(key, 1) < layers:
-        notes.append(f"{key}={settings[key]} instead of {layers}: one process has no room for all")
+        notes.append(f"{key}={settings[key]} instead of {layers}: too many for one process")
     return model
 
 
 def _bytes_needed(model: Any) -> float:
-    return 4.0 * _COPIES * sum(each.numel() for each in build_model(model).module.parameters())
+    return 4.0 * _COPIES * sum(map(torch.Tensor.numel, build_model(model).module.parameters()))
 
 
 def free_bytes(device: torch.device) -> float:

@@ -19,7 +19,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import from_yaml, to_yaml
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.planner.layout_search import SearchResult, fixed_keys, search
-from parallel2d.training.device_defaults import resolved_for_plan
+from parallel2d.training.auto_precision import resolved_for_plan
 
 _ADVICE = (
     "measure these machines with python -m parallel2d.preflight --write FILE and name it as "
@@ -80,13 +80,10 @@ def _lines(result: SearchResult) -> list[str]:
         f"{len(result.ranked)} that can run",
     ]
     # The fastest layout that does not fit, and the best layout of another strategy or mesh
-    others = []
-    for layout in result.ranked[place:]:
-        if layout.words[:4] != chosen.words[:4]:
-            others.append(layout)
     slower = []
-    for layout in others:
-        if not layout.reason.startswith("does not fit"):
+    for layout in result.ranked[place:]:
+        is_other = layout.words[:4] != chosen.words[:4]
+        if is_other and not layout.reason.startswith("does not fit"):
             slower.append(layout)
     for head, found in (("", result.ranked[:place]), ("runner-up", slower)):
         for each in found[:1]:

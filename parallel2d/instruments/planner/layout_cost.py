@@ -5,9 +5,9 @@ The cost is computed for the same `Layout` object that training applies. Data ar
 
 [Note: a traced peak] With ``plan.verify=true`` the layout is applied on a fake process group, and
 forward and backward run on fake tensors under torch's memory tracker. The traced peak contains all
-allocations of this code, but on the device type ``cpu``. It does not contain the rounding of a
-GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of matrix libraries.
-Attention is torch's kernel for CPU, which saves as much for backward as flash attention.
+allocations of this code, but on the device type ``cpu``. The traced peak does not contain the
+rounding of a GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of matrix
+libraries. Attention is torch's kernel for CPU, which saves as much for backward as flash attention.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class JobCosts:
         check_parameters(module)
         plan_groups(module, config.optimizer)
         self._sample = _planned_sample(config, self.parts)
-        self._parameters = sum(value.numel() for value in module.parameters())
+        self._parameters = sum(map(torch.Tensor.numel, module.parameters()))
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
         self._places: dict[MeshShape, Mapping[str, GroupPlacement]] = {}
@@ -222,18 +222,18 @@ class JobCosts:
     def with_peak(
         self, config: TrainConfig, cost: LayoutCost, *, measures: bool = True
     ) -> LayoutCost:
-        """Return ``cost``, of ``config``, with its predicted peak, or with the reason why the peak
-        is not known. ``measures``: True to run a step on fake tensors where this is needed."""
+        """Return the ``cost`` of ``config`` with its predicted peak, or with the reason why the
+        peak is not known. ``measures``: True to run a step on fake tensors where this is needed."""
         profile = self._profile(config, cost.layout, measures)
         predicted = profile if isinstance(profile, str) else predict_peak(profile, cost.layout)
         return dataclasses.replace(cost, predicted=predicted)
 
     def traced(self, config: TrainConfig, cost: LayoutCost) -> LayoutCost:
-        """Return ``cost``, of ``config``, with a traced peak. Raises `ConfigError` if tracing
+        """Return the ``cost`` of ``config`` with a traced peak. Raises `ConfigError` if tracing
         fails."""
         if reason := _unknown_peak(config):
             raise ConfigError(f"plan.verify=true: {reason}; use plan.verify=false")
-        # A separate model, because tracing consumes it.
+        # Tracing needs a separate model, because it consumes the model.
         parts = build_model(config.model)
         traced = _trace_step(parts, cost.layout, self.topology, _loss_of(config, parts))
         return dataclasses.replace(cost, traced=traced)
@@ -258,8 +258,12 @@ class JobCosts:
             micro_batch_size=batches.micro_batch_size,
             accumulation=batches.accumulation,
         )
+        parallel = config.parallel()
+        # `alone` has resolved ``compile=auto``: blocks are not compiled with a context axis.
+        if shape.context > 1:
+            parallel = dataclasses.replace(parallel, compile=alone.config.compile)
         # Groups do not depend on the sizes of the other axes.
-        return dataclasses.replace(alone, config=config.parallel(), shape=shape, workload=workload)
+        return dataclasses.replace(alone, config=parallel, shape=shape, workload=workload)
 
     def _resolve(
         self,
@@ -382,8 +386,8 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
     """Return the peak bytes of one global batch of ``parts.module``, which is consumed, plus the
     optimizer state of the peak-memory rank, which exists in every step but the first.
 
-    See [Note: a traced peak]. At most two micro-batches run, because all later ones are like the
-    second. Raises `ConfigError` for a model that cannot run on fake tensors.
+    See [Note: a traced peak]. At most two micro-batches run, because all later micro-batches are
+    like the second. Raises `ConfigError` for a model that cannot run on fake tensors.
     """
     config, workload = layout.config, layout.workload
     # Blocks are traced without compilation, which needs tensors with values.

@@ -204,26 +204,18 @@ def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int)
         return [int(given)]
     share = max(1, config.train.global_batch_size // data_ranks)
     # A power of two has one bit set.
-    batches: list[int] = []
-    for size in _divisors(share):
-        if size.bit_count() == 1 or size == share:
-            batches.append(size)
-    return batches
+    return [size for size in _divisors(share) if size.bit_count() == 1 or size == share]
 
 
 def _divisors(number: int) -> list[int]:
-    divisors: list[int] = []
-    for size in range(1, number + 1):
-        if number % size == 0:
-            divisors.append(size)
-    return divisors
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 # Overrides of a command line
 
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the overrides that choose this layout, in addition to the given ones."""
+    """Return the overrides that choose this layout, in addition to the given overrides."""
     # The search does not choose a context axis, which exists only if it was given.
     axes = []
     for axis in AXES:
@@ -242,9 +234,9 @@ def command_line(given: Sequence[str], chosen: RankedLayout) -> str:
     replaced = set(map(_key_of, chosen.words))
     kept = []
     for word in given:
-        if _key_of(word) not in replaced:
+        key = _key_of(word)
+        if key not in replaced and not key.startswith("plan."):
             kept.append(word)
-    kept = [word for word in kept if not _key_of(word).startswith("plan.")]
     return shlex.join(["python", "-m", "parallel2d.train", *kept, *chosen.words])
 
 
@@ -254,9 +246,5 @@ def _key_of(word: str) -> str:
 
 
 def fixed_keys(given: Sequence[str]) -> set[str]:
-    """Return the keys that the search does not change: the given ones, except for ``auto``."""
-    found: set[str] = set()
-    for word in given:
-        if not word.endswith("=auto"):
-            found.add(_key_of(word))
-    return found
+    """Return the keys that the search does not change: the given keys, except for ``auto``."""
+    return {_key_of(word) for word in given if not word.endswith("=auto")}

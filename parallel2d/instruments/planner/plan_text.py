@@ -165,8 +165,8 @@ def _time_lines(cost: LayoutCost) -> list[str]:
 
 
 def ranking_lines(result: SearchResult) -> list[str]:
-    """The chosen layout, the best ones of other meshes and strategies, fastest first, then faster
-    layouts that do not fit."""
+    """Return lines for the chosen layout, then the best layout of each other mesh and strategy,
+    fastest first, then faster layouts that do not fit."""
     shown = _shown(result)
     lines = [
         f"search      {len(result.ranked)} layouts by their step time; {len(result.refusals)} "
@@ -213,7 +213,7 @@ def _shown(result: SearchResult) -> Sequence[RankedLayout]:
         if layout.words[:4] not in seen:
             seen.add(layout.words[:4])
             shown.append(layout)
-    # Of those that do not fit the fastest tell most. They come last.
+    # The fastest of the layouts that do not fit come last.
     too_large = result.ranked[: min(place, _MOST_LINES // 2)]
     return [*shown[: _MOST_LINES - len(too_large)], *too_large]
 

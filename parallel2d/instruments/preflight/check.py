@@ -50,7 +50,8 @@ class ClusterCheck:
         nodes = self._compare_nodes()
         mesh = build_mesh(
             MeshSpec.from_config(config.mesh),
-            # auto chooses at the start of the job; its layouts use the axes of hybrid.
+            # strategy=auto chooses a layout only when the job starts; all its layouts use the axes
+            # of hybrid.
             "hybrid" if config.is_automatic else config.strategy,
             topology=topology,
             allow_cross_node=config.mesh.allow_cross_node,
@@ -105,12 +106,9 @@ class ClusterCheck:
     def _clocks_ahead(self) -> list[float]:
         """Return the lead of each node's clock over the first node's clock, in seconds."""
         by_rank = all_gather(time.time())  # all ranks call this within milliseconds
-        times = []
-        for ranks in self._runtime.topology.ranks_by_host.values():
-            times.append(by_rank[ranks[0]])
         found: list[float] = []
-        for each in times:
-            found.append(each - times[0])
+        for ranks in self._runtime.topology.ranks_by_host.values():
+            found.append(by_rank[ranks[0]] - by_rank[0])
         return found
 
     def _add(self, findings: Iterable[Finding]) -> None:

@@ -162,7 +162,8 @@ class RankMeasurement:
                 steps = inner if place.is_inside else outer
                 carried = sent if place.is_inside else place.groups_per_host * sent
                 found.append(CollectiveSample(name, whole.nbytes, steps, carried, seconds))
-                # At least two sizes, then until the next size would take too long.
+                # Measure at least two sizes, and further sizes until the next one would take too
+                # long.
                 if size > self._sizes[0] and seconds * _GROWTH > 4 * self._seconds:
                     break
         return found

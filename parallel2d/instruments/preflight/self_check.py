@@ -38,11 +38,7 @@ def chosen_checks(only: str | None) -> list[str]:
     wanted = only.split(",") if only else names
     if not set(wanted) <= set(names):
         raise ConfigError(f"--only={only} must be some of {','.join(names)}")
-    checks: list[str] = []
-    for name in names:
-        if name in wanted:
-            checks.append(name)
-    return checks
+    return list(filter(wanted.__contains__, names))
 
 
 def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
@@ -62,8 +58,8 @@ def write_row(name: str, check: Callable[[], str], shown: bool = True) -> bool:
 
 
 def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = None) -> bool:
-    """Check those of ``chosen`` that are runs, of so many ranks. False if one failed. The outcome
-    of ``replica-loss`` is written to ``cluster_file``, which exists."""
+    """Run the checks of ``chosen`` that are training runs, with ``ranks`` ranks. False if a check
+    failed. The outcome of ``replica-loss`` is written to ``cluster_file``, which must exist."""
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         runs = _Runs(folder, ranks)
         checks = dict(zip(RUNS, (runs.resume, runs.memory, runs.killed, runs.lost), strict=True))

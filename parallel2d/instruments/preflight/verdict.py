@@ -168,9 +168,8 @@ def judge_speeds(
 
 
 def _slow(check: str, speeds: Mapping[str, float], share: float, unit: str) -> list[Finding]:
-    """Return findings for speeds below ``share`` of the usual speed. The usual speed is the one
-    that a third of all reach, because one slow node of three slows two of the three links of a
-    ring."""
+    """Return findings for speeds below ``share`` of the usual speed. A third of all ranks or links
+    reach the usual speed, because one slow node of three slows two of the three links of a ring."""
     found = []
     fastest = sorted(speeds.values(), reverse=True)
     for where, speed in speeds.items():

@@ -94,14 +94,12 @@ def waits(part: Run) -> list[str]:
     if len(part.known(keys.PEAK_GIB)):
         causes |= WAITS
     timed = part.table[~np.isnan(part[keys.STEP_S])]
-    quarters = []
-    for table in np.array_split(timed, 4):
-        quarters.append(replace(part, table=table))
     found: list[str] = []
     for cause, key in causes.items():
         shares = []
-        for each in quarters:
-            shares.append(ratio(each.mean(key), each.mean(keys.STEP_S)))
+        for table in np.array_split(timed, 4):
+            quarter = replace(part, table=table)
+            shares.append(ratio(quarter.mean(key), quarter.mean(keys.STEP_S)))
         if len(timed) >= FEWEST_ROWS and min(shares) >= WAITED:
             share = ratio(part.mean(key), part.mean(keys.STEP_S))
             found.append(f"{part.name} {cause} during {share:.0%} of a step.")

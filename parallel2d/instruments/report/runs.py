@@ -54,7 +54,7 @@ Numbers = NDArray[np.float64]
 class Run:
     """Contents of one run directory, or of a part of the run.
 
-    ``table`` [rows, `COLUMNS`] has the numbers of ``metrics.jsonl``, with NaN for missing ones.
+    ``table`` [rows, `COLUMNS`] has the numbers of ``metrics.jsonl``, with NaN for missing numbers.
     ``before`` is the row before the first.
     """
 
@@ -195,12 +195,10 @@ def parts_of(*runs: Run) -> list[Run]:
     """Return the runs, with each run that changed its layout divided into one part per layout."""
     parts: list[Run] = []
     for run in runs:
-        starts = {}
+        starts, kinds = {}, {}
         for segment in run.segments:
             starts[segment.number] = segment
-        kinds = {}
-        for number, start in starts.items():
-            kinds[number] = _kind_of(start.layout)
+            kinds[segment.number] = _kind_of(segment.layout)
         # None: no line of segments.jsonl describes the start.
         of_rows = np.array(list(map(kinds.get, run[keys.SEGMENT])), dtype=object)
         begins = np.flatnonzero(of_rows[1:] != of_rows[:-1]) + 1

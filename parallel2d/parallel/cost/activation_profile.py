@@ -5,12 +5,12 @@ micro-batch on fake tensors. Its memory without parameters is recorded at each p
 would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak` adds the allocations of
 sharding at these points, for any sizes of the other axes.
 
-Gradients of a group's parameters are dropped when all exist, because sharding reduces them then.
+The gradients of a group's parameters are dropped once all of them exist, because sharding reduces
+them at this point.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.cost.meta_copy import meta_copy, on_fake_tensors
 from parallel2d.parallel.loss import chunk_elements, loss_chunks
+from parallel2d.parallel.model_structure import tensor_leaves, trained_tensors_in
 from parallel2d.parallel.parallelize.layout import Layout
 
 
@@ -116,9 +116,8 @@ class _EventLog(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
+        for tensor in tensor_leaves(output):
+            self._see(tensor)
         return output
 
     def end(self) -> None:
@@ -137,17 +136,14 @@ class _EventLog(TorchDispatchMode):
                 self._note("gather_again", group)
                 return
             self._note("gather", group)
-            if not any(tensor.requires_grad for tensor in _tensors_in(given)):
+            if not trained_tensors_in(given):
                 self._without_input_gradient.add(group)
 
         def leave(_module: nn.Module, _given: Any, output: Any) -> None:
             if self.is_backward:
                 return
             self._note("free", group)
-            trained = []
-            for tensor in _tensors_in(output):
-                if tensor.requires_grad:
-                    trained.append(tensor)
+            trained = trained_tensors_in(output)
             if trained:
                 trained[0].register_hook(lambda _: self._note("gather_again", group))
 
@@ -188,14 +184,3 @@ class _EventLog(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         _, size = self._sizes.pop(key)
         self._now -= size
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """Return tensors in ``value``, also in dataclasses like the chunked loss, as FSDP does."""
-    found = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf):
-            found += _tensors_in(list(vars(leaf).values()))
-    return found

@@ -96,7 +96,7 @@ def placement_of(ranks: torch.Tensor, axis: str, topology: Topology) -> GroupPla
     is_first = torch.ones_like(hosts, dtype=torch.bool)
     is_first[:, 1:] = hosts[:, 1:] != hosts[:, :-1]
     hosts_of_group = is_first.sum(dim=1)
-    # Each host of each group on several hosts, once per group.
+    # For each group on several hosts, list each of its hosts once.
     crosses = hosts_of_group > 1
     crossed = hosts[crosses][is_first[crosses]]
     most = int(crossed.bincount().max()) if crossed.numel() else 0

@@ -2,9 +2,9 @@
 
 [Note: few of the equal blocks] The cost of a model of equal blocks is a constant plus a cost per
 block. One copy is measured with one block per stack, and for each stack a copy with two blocks;
-the difference is the cost of a block. Another copy, with the first, a middle and the last block of
-every stack, must have the cost that follows from these. If it differs, or a copy cannot run, the
-full model is measured.
+the difference is the cost of a block. A further copy, with the first, a middle and the last block
+of every stack, checks this extrapolation. If its cost differs, or a copy cannot run, the full model
+is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from torch import nn
@@ -37,7 +37,7 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
     """Return the longest run of equal elements of each list of ``model``, if long enough.
 
     No run is inside another. Blocks are equal if all classes and tensors of their modules are
-    equal. The measured blocks reveal settings that differ.
+    equal. Settings that differ are found by the measurement of a first, a middle and a last block.
     """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         runs: list[EqualBlocks] = []
@@ -48,10 +48,7 @@ def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
         longest = max(runs, key=lambda run: run.count, default=None)
         if longest is not None and longest.count >= _LEAST_BLOCKS:
             return [longest]
-    found: list[EqualBlocks] = []
-    for child in model.children():
-        found += find_equal_blocks(child)
-    return found
+    return list(chain.from_iterable(map(find_equal_blocks, model.children())))
 
 
 def _description(block: nn.Module | None) -> list[Any]:
@@ -120,10 +117,7 @@ def _without_blocks(
             modules = stack.container._modules
             items = list(modules.items())
             run = items[stack.first : stack.first + stack.count]
-            chosen = []
-            for number in numbers:
-                chosen.append(run[number])
-            items[stack.first : stack.first + stack.count] = chosen
+            items[stack.first : stack.first + stack.count] = map(run.__getitem__, numbers)
             modules.clear()
             for place, (name, module) in enumerate(items):
                 # Lists find elements by these names; a Sequential may have words as names.

@@ -39,7 +39,7 @@ def count_flops(
     """Return the FLOPs of forward and backward of ``loss`` for one sample.
 
     None for a model that cannot run without storage. Recomputation by activation checkpointing is
-    not counted (model FLOPs). Of equal blocks few are run; see [Note: few of the equal blocks].
+    not counted (model FLOPs). Only a few of equal blocks run; see [Note: few of the equal blocks].
 
     Args:
         model: plain and on meta.
@@ -65,7 +65,7 @@ def _count(
             copied = copy.deepcopy(model).to("meta")
             mode = on_fake_tensors(copied, "meta") if fake else nullcontext()
             with mode, loss_chunks(ALL_AT_ONCE), FlopCounterMode(display=False) as counter:
-                # In whatever dtype training will compute, FLOPs are those of the plain model.
+                # FLOPs do not depend on the compute dtype of training.
                 dtypes = (each.dtype for each in copied.parameters() if each.is_floating_point())
                 inputs, targets = cast(example("meta"), next(dtypes, None))
                 loss(copied, inputs, targets).backward()

@@ -22,13 +22,13 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.device import preserve_rng_states
 from parallel2d.parallel.cost.collectives import CollectiveTally
 from parallel2d.parallel.loss import loss_chunks
 from parallel2d.parallel.mesh import axes_of_groups
-from parallel2d.parallel.model_structure import without_storage
+from parallel2d.parallel.model_structure import tensor_leaves, without_storage
 from parallel2d.parallel.parallelize.activation_checkpointing import checkpoint_activations
 from parallel2d.parallel.parallelize.context_parallel import (
     intercept_attention,
@@ -72,15 +72,15 @@ def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.M
 def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
     """Replace parameters, buffers and new tensors by fake tensors on ``device_type`` inside.
 
-    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied``, fully on
-    meta, cannot be used outside afterwards.
+    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied`` must be
+    fully on meta, and cannot be used after the context.
     """
     made: dict[int, Any] = {}
     with FakeTensorMode():
         for module in copied.modules():
             for owned in (module._parameters, module._buffers):
                 for name, value in owned.items():
-                    # Once per tensor: tied parameters stay tied.
+                    # Each tensor is replaced once, so that tied parameters stay tied.
                     if value is not None and id(value) not in made:
                         made[id(value)] = _fake(value, device_type)
                     owned[name] = made.get(id(value))
@@ -180,10 +180,9 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._groups = axes_of_groups(mesh)
-        sizes = {}
+        self._axes: dict[str, CollectiveTally] = {}
         for group, axis in self._groups.items():
-            sizes[axis] = group.size()
-        self._axes = {axis: CollectiveTally(axis, size) for axis, size in sizes.items()}
+            self._axes[axis] = CollectiveTally(axis, group.size())
 
     def start(self) -> None:
         """Set all counts to zero."""
@@ -206,11 +205,8 @@ class CollectiveCounter(TorchDispatchMode):
             collective, place = _COUNTED[function]
             axis = self._axes.get(self._axis_of(args[place]))
             if axis is not None and axis.size > 1:
-                tensors = []
-                for leaf in tree_leaves((args, result)):
-                    if isinstance(leaf, Tensor):
-                        tensors.append(leaf)
-                axis.add(collective, max(each.nbytes for each in tensors), self._device_type)
+                sizes = [each.nbytes for each in tensor_leaves((args, result))]
+                axis.add(collective, max(sizes), self._device_type)
         return result
 
     def _axis_of(self, group: Any) -> str:
@@ -240,7 +236,8 @@ def count_tensor_axis(
             with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
-                    # Forwards that learn the split precede the first forward.
+                    # The forwards of `ContextCheck`, which learn the split, run before the first
+                    # forward.
                     with torch.no_grad():
                         loss(copied, inputs, targets)
                 counter.start()
@@ -266,7 +263,7 @@ def _sum_partial_gradients(model: nn.Module, layout: Layout) -> None:
             continue
         if gradient.placements == parameter.placements:
             continue
-        # The engine sums partial gradients in fp32 at least.
+        # The engine sums partial gradients in fp32 or a wider dtype.
         sent: Any = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         # The counter counts the collective; the result is not needed.
         sent.redistribute(placements=parameter.placements)

@@ -4,8 +4,8 @@ It adds the allocations of sharding to the activations of an unsharded model
 (`cost.activation_profile`) at each point of a step.
 
 [Note: memory of sharding] An unsharded group has its parameters in memory, except with a shard
-axis of one rank without casts, where unsharded parameters are aliases of the sharded ones. The
-output of the last all-gather stays until the next all-gather. In backward the next groups are
+axis of one rank without casts, where unsharded parameters are aliases of the sharded parameters.
+The output of the last all-gather stays until the next all-gather. In backward the next groups are
 prefetched, as many as ``prefetch.backward`` says. Unsharded gradients of a group are copied for the
 reduction, and the copy stays until the next group's copy. The root's parameters are also freed
 after forward, and gathered again before the first gradient. Sums of gradients appear group by group
@@ -132,7 +132,7 @@ class _Step:
         self._most = -1
 
     def run(self, *, adds_sums: bool, is_last: bool) -> None:
-        """Process a micro-batch. ``adds_sums``: True for the first one."""
+        """Process a micro-batch. ``adds_sums``: True for the first micro-batch."""
         held = self._held
         held.gathered = held.returned = 0
         self._gathered_order = []
@@ -167,7 +167,7 @@ class _Step:
         if not self._frees:
             self._held.returned = 0
             return
-        # Once by recomputation, once by the gradient of the output.
+        # The group is gathered by the recomputation, and again by the gradient of the output.
         if number in self._whole:
             return
         self._whole.add(number)
@@ -176,7 +176,8 @@ class _Step:
         if number == self._root:
             self._held.returned = group.gathered
         self._see(activations)
-        # The groups that ran before this group come next; before the root, which begins first, all.
+        # Backward continues with the groups that ran before this group in forward; all groups
+        # follow the root.
         before = self._gathered_order
         if number != self._root:
             before = before[: before.index(number)]
@@ -186,7 +187,7 @@ class _Step:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:
-        """Reduce a group: its unsharded gradients are among ``activations`` until now."""
+        """Reduce a group. Until this call, its unsharded gradients count in ``activations``."""
         self._whole.discard(number)
         self._held.gathered -= group.gathered
         if not self._reduces:

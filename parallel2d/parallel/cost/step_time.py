@@ -33,7 +33,7 @@ EFFICIENCIES = {
     ("H200", True): 0.366,
     ("A100", True): 0.53,
 }
-# Nothing is fitted in fp32 and fp64: half of the peak of the data sheet for any device.
+# No share is fitted for fp32 and fp64: half of the peak in the data sheet, for any device.
 ASSUMED_EFFICIENCY = 0.5
 
 

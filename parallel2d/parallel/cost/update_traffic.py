@@ -50,7 +50,8 @@ def owner_bytes(
     """
     ranks = math.prod(size for _, size, _ in axes)
     part = list(shape)
-    # Number of rows of ranks along an axis that send parts to the owner and from the owner.
+    # Numbers of groups of this axis that take part in the gather to the owner, and in the scatter
+    # from the owner.
     gathering = scattering = 1
     sent: dict[str, float] = {}
     for name, size, dim in axes:

@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -22,26 +22,54 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.fsdp_internals.one_rank import share_memory
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, states
 from parallel2d.parallel.fsdp_internals.tensors import part_of, quick_reads
-from parallel2d.parallel.model_structure import UPDATED_AS, fqn_of
+from parallel2d.parallel.model_structure import UPDATED_AS, fqn_of, names_by_id
 from parallel2d.parallel.weights.geometry import first_position
 from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
     """Return the groups of ``model`` in the order of their ends in backward."""
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = fqn_of(name)
-    parameter_names = {}
-    for name, value in parameters_by_name(model).items():
-        parameter_names[id(value)] = name
+    names = names_by_id(model.named_modules())
+    parameter_names = names_by_id(parameters_by_name(model).items())
     found = []
     for state, modules in states(model).items():
-        called = " and ".join(names[id(module)] for module in modules)
+        called = " and ".join(fqn_of(names[id(module)]) for module in modules)
         for group in state._fsdp_param_groups:
             found.append(FSDPGroup(group, modules, called or "the root module", parameter_names))
+    _note_settings(model, found)
     # Backward runs through modules approximately in reverse order of registration.
     return found[::-1]
+
+
+def _note_settings(model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
+    """Make calls of `set_requires_gradient_sync` and `set_requires_all_reduce` set the attributes
+    of ``groups`` too. FSDP has no getters for these settings."""
+    group_of: dict[nn.Module, FSDPGroup] = {}
+    for group in groups:
+        for module in group.modules:
+            group_of[module] = group
+
+    def noting(module: nn.Module, method: str, attributes: Sequence[str]) -> Callable[..., None]:
+        call = getattr(module, method)
+
+        @functools.wraps(call)
+        def called(value: bool, *, recurse: bool = True) -> None:
+            call(value, recurse=recurse)
+            for each in module.modules() if recurse else (module,):
+                if each in group_of:
+                    for attribute in attributes:
+                        setattr(group_of[each], attribute, value)
+
+        return called
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Like FSDP, the first method sets both.
+            for method, attributes in (
+                ("set_requires_gradient_sync", ("reduces_gradients", "reduces_over_replicas")),
+                ("set_requires_all_reduce", ("reduces_over_replicas",)),
+            ):
+                vars(module)[method] = noting(module, method, attributes)
 
 
 class FSDPGroup:
@@ -68,10 +96,13 @@ class FSDPGroup:
         self.communication_dtype = torch.float32
         # Dtypes of FSDP's gradient sums and reduce-scatter; None: FSDP's defaults
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
-        # True with one rank on the shard axis, where unsharded gradients become the sharded ones
+        # True with one rank on the shard axis: unsharded gradients are used as sharded gradients
         self.is_alone = False
-        # The shard axis, if every one of its ranks keeps all parameters of the group
+        # The shard axis, if every one of its ranks keeps all parameters of the group, in a mesh of
+        # one rank; only some ranks may run the group
         self.replicated_over: dist.ProcessGroup | None = None
+        # True if the next backward pass reduces gradients over the shard axis, and over replicas
+        self.reduces_gradients = self.reduces_over_replicas = True
         # The value of `trained` while a backward pass ends the group
         self._ending: list[FSDPParameter] | None = None
         # True while the unsharded parameters are tensors that no forward has used
@@ -103,17 +134,9 @@ class FSDPGroup:
             return found
 
     @property
-    def reduces_gradients(self) -> bool:
-        """True if this backward reduces gradients over the shard axis.
-
-        Set by `set_requires_gradient_sync`.
-        """
-        return self._group.reduce_grads
-
-    @property
     def crosses_replicas(self) -> bool:
-        """True if this backward also reduces over replicas (`set_requires_all_reduce`)."""
-        return self._group.reduce_grads and self._group.all_reduce_grads
+        """True if the next backward pass reduces gradients over both axes."""
+        return self.reduces_gradients and self.reduces_over_replicas
 
     @property
     def has_unsharded_gradients(self) -> bool:
@@ -158,23 +181,16 @@ class FSDPGroup:
 
         self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 
-    def replicate_over(self, ranks: dist.ProcessGroup) -> None:
-        """Mark a group over a mesh of one rank, which every rank of the shard axis keeps, and which
-        only some ranks may run."""
-        self.replicated_over = ranks
-        # In backward each group prefetches the group before it in this record, so the ranks without
-        # a forward of this group would issue all-gathers of other groups in another order.
-        self._group._record_post_forward = lambda: None  # type: ignore[method-assign]
-
     def release(self) -> None:
-        """Free unsharded parameters outside of a forward, and restore the sharded ones."""
+        """Free unsharded parameters outside of a forward, and restore the sharded parameters."""
         self.module.reshard()
 
     def share_memory(self, computes_in: torch.dtype) -> None:
-        """Make unsharded parameters aliases of the sharded ones, for a shard axis of one rank.
+        """Make unsharded parameters aliases of the sharded parameters, for a shard axis of one
+        rank.
 
-        Unsharded gradients then become the sharded ones without a copy. Parameters with another
-        storage dtype than ``computes_in`` are still copied.
+        Unsharded gradients are then used as sharded gradients without a copy. Parameters with a
+        storage dtype other than ``computes_in`` are still copied.
         """
         self.is_alone = True
 
@@ -214,10 +230,8 @@ class FSDPGroup:
             # `post_backward` of FSDP would fail on a group that never ran: it has no unsharded
             # parameters.
             if any(each.has_run for each in self.parameters):
-                if not group.reduce_grads:
-                    self._keep_sums(original)
-                elif self.is_alone:
-                    self._take_unsharded_gradients()
+                if self.is_alone or not self.reduces_gradients:
+                    self._end_without_reduction(original)
                 else:
                     self._choose_dtypes()
                     original()
@@ -229,36 +243,29 @@ class FSDPGroup:
     def _choose_dtypes(self) -> None:
         """Make FSDP use the dtypes of `set_dtypes`; FSDP sets its own in the first forward."""
         if self._reduces_in is not None:
-            self._group._orig_dtype, self._group._reduce_dtype = self._reduces_in
+            self._group._orig_dtype, communication_dtype = self._reduces_in
             for parameter in self.trained:
                 parameter.allow_any_dtype()
+                parameter.narrow_unsharded_gradient(communication_dtype)
 
-    def _keep_sums(self, end: Callable[[], None]) -> None:
-        """Keep the unsharded gradients of this pass, in the wide dtype, for the next pass.
+    def _end_without_reduction(self, end: Callable[[], None]) -> None:
+        """Call ``end``, FSDP's ``post_backward``, which frees the parameters, without gradients.
 
-        Autograd adds the next gradients to these sums. ``end`` frees the parameters. The gradients
-        are taken out before, because FSDP would cast the sums to the communication dtype (pytorch
-        issue 194628).
+        Without a reduction in this pass, the unsharded gradients are kept in the wide dtype, and
+        autograd adds the next gradients to these sums. FSDP would cast them to the communication
+        dtype (pytorch issue 194628). With one rank on the shard axis, the unsharded gradients are
+        the sharded ones, and FSDP would copy them twice.
         """
         taken = []
         for each in self.trained:
             taken.append((each, each.take_unsharded_gradient()))
         end()
+        if self.is_alone:
+            self.release()  # also after `set_reshard_after_backward(False)` of a script
         for parameter, gradient in taken:
-            parameter.set_unsharded_gradient(gradient)
-
-    def _take_unsharded_gradients(self) -> None:
-        """Turn the unsharded gradients into the sharded ones; FSDP would copy them twice."""
-        # Like FSDP's `post_backward`, leave the state PRE_BACKWARD, in which `pre_backward` returns
-        # early: a group that runs twice in one backward pass would otherwise find no unsharded
-        # parameters the second time. Also like FSDP, take the gradients before `reshard`.
-        self._group._training_state = TrainingState.POST_BACKWARD
-        taken = []
-        for each in self.trained:
-            taken.append((each, each.take_unsharded_gradient()))
-        self.module.reshard()
-        for parameter, gradient in taken:
-            if gradient is not None:
+            if not self.reduces_gradients:
+                parameter.set_unsharded_gradient(gradient)
+            elif gradient is not None:
                 parameter.add_gradient(gradient)
 
     @torch.no_grad()
@@ -328,7 +335,7 @@ class FSDPGroup:
         `ConfigError` for trained parameters of several dtypes.
         """
         trained = self.trained
-        # Without trained parameters, all that may be unfrozen later.
+        # Without trained parameters, use all parameters that may be unfrozen later.
         considered = trained or [p for p in self.parameters if p.sharded.is_floating_point()]
         stored = sorted({parameter.sharded.dtype for parameter in considered}, key=str)
         if len(stored) == 1:
@@ -384,8 +391,8 @@ def _keep_missing_gradients(inputs: Any) -> None:
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     """Sum narrow partial gradients over the tensor axis, in fp32 and in one all-reduce.
 
-    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if any gradient
-    has fewer than 32 bits; the group must then use the accumulation dtype.
+    FSDP would sum these gradients in the compute dtype (pytorch issue 190626). Returns True if any
+    gradient has fewer than 32 bits; the group must then use the accumulation dtype.
     """
     narrow: list[FSDPParameter] = []
     parts: list[Tensor] = []
@@ -397,7 +404,7 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
     if narrow:
         flat = torch.cat([part.flatten().float() for part in parts])
         dist.all_reduce(flat, group=narrow[0].tensor_group)
-        totals = flat.split([part.numel() for part in parts])
+        totals = flat.split(list(map(Tensor.numel, parts)))
         for parameter, part, total in zip(narrow, parts, totals, strict=True):
             parameter.set_sum_of_parts(total.view(part.shape))
     return bool(narrow)
@@ -406,9 +413,9 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
 class FSDPParameter:
     """One parameter of a group.
 
-    The optimizer has the sharded parameter, and autograd uses the unsharded one. Sums of several
-    backward passes that are not reduced over the shard axis stay in the ``.grad`` of the unsharded
-    parameter.
+    The optimizer updates the sharded parameter, and autograd uses the unsharded parameter. Sums of
+    several backward passes that are not reduced over the shard axis stay in the ``.grad`` of the
+    unsharded parameter.
     """
 
     def __init__(self, parameter: FSDPParam, name: str) -> None:
@@ -484,6 +491,15 @@ class FSDPParameter:
         whole.grad_dtype = None
         whole.grad = gradient.to(self.gradient_dtype)
 
+    def narrow_unsharded_gradient(self, communication_dtype: torch.dtype) -> None:
+        """Cast a wide sum to ``communication_dtype``, where this is the compute dtype.
+
+        In all other cases FSDP casts by its policy, which it ignores for two equal dtypes.
+        """
+        whole = self.gathered
+        if whole is not None and whole.grad is not None and whole.dtype == communication_dtype:
+            whole.grad = whole.grad.to(communication_dtype)
+
     def zeros(self) -> Tensor | None:
         """Return an unreduced gradient of zeros in the wide dtype; None before a forward."""
         whole = self.gathered
@@ -521,7 +537,7 @@ class FSDPParameter:
         """
         whole = self.gathered
         grad = None if whole is None else whole.grad
-        # A plain tensor if the parameter is not on a tensor axis.
+        # Without a tensor axis the gradient is a plain tensor.
         if not isinstance(grad, DTensor):
             return None
         for placement in grad.placements:
@@ -555,8 +571,8 @@ class FSDPParameter:
         if local is None:
             sharded.grad = None
         else:
-            # A new `DTensor`: with an exchanged local tensor the old one would keep its storage
-            # offset, and compiled functions guard on the offset.
+            # A new `DTensor`: an existing `DTensor` with an exchanged local tensor would keep its
+            # storage offset, and compiled functions guard on the offset.
             self.allow_any_dtype()
             # `DTensor.from_local` takes seven times as long, longer than a small copy.
             sharded.grad = self._parameter.to_sharded_dtensor(local)

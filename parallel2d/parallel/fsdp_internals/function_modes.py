@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 @contextmanager
 def _modes() -> Iterator[list[TorchFunctionMode]]:
     """The modes of this thread, innermost first. Changes of the list are made at the end."""
-    # The end of a model, which the garbage collector may find here, removes a mode too.
+    # The garbage collector may run inside this function and free a model, which removes a mode too.
     collects = gc.isenabled()
     gc.disable()
     try:

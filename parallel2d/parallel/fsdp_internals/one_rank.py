@@ -44,7 +44,6 @@ def share_memory(
         if hidden:
             moved()
         group._to_unsharded()
-        group._all_gather_result = None
 
     group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 

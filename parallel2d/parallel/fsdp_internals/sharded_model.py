@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-# Yields the tensors of an output that get FSDP's hooks. A public traversal such as `tree_leaves`
-# enters other containers.
-from torch.distributed.fsdp._common_utils import collect_grad_tensors as collect_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.utils.module_tracker import ModuleTracker
+
+_tracker = ModuleTracker()
 
 
 def in_backward() -> bool:
-    """Return True inside a backward pass of this thread. torch has no public name for this.
+    """Return True inside a backward pass of this thread.
 
     A forward that runs then is a recomputation of activations.
     """
-    # Id of the graph task that autograd runs in this thread; -1 outside of backward.
-    return torch._C._current_graph_task_id() != -1
+    is_backward: bool = _tracker.is_bw
+    return is_backward
 
 
 def saving_hooks() -> Any:
@@ -82,30 +81,13 @@ def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
     return list(found.values())
 
 
-class RunningForward:
-    """State of the forwards of one module. Hooks of the module would miss forwards that begin in a
-    method other than ``forward`` (`torch.distributed.fsdp.register_fsdp_forward_method`)."""
+def runs_forward(module: nn.Module) -> bool:
+    """Return True inside a forward of ``module``, or of its group of modules.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._state = state_of(module)
-        own = self._state._fsdp_param_groups
-        # In a group of several modules any module may run.
-        self.is_alone = all(len(group.modules) == 1 for group in own)
-        # True if parameters are freed between forward and backward
-        self.frees = any(group.post_forward_mesh_info for group in own)
-
-    @property
-    def now(self) -> bool:
-        return self._state._training_state == TrainingState.FORWARD
-
-
-def has_begun(model: nn.Module) -> bool:
-    """Return True once ``model``, or a model around it, has begun its first forward.
-
-    torch makes the first module that is called the root. torch has no public name for this.
+    Hooks of the module would miss forwards that begin in a method other than ``forward``
+    (`torch.distributed.fsdp.register_fsdp_forward_method`).
     """
-    # None before the first forward, on the states of all modules.
-    return state_of(model)._is_root is not None
+    return state_of(module)._training_state == TrainingState.FORWARD
 
 
 def was_interrupted(model: nn.Module) -> bool:

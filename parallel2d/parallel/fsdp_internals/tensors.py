@@ -27,18 +27,22 @@ def part_of(tensor: Tensor) -> Tensor:
 def storage_of(tensor: Tensor) -> int | None:
     """Return the number of the storage of ``tensor``, also on meta and after it was freed.
 
-    None for tensors without storage, such as sparse ones. torch has no public storage identity.
+    None for tensors without storage, such as sparse tensors.
     """
     try:
-        return part_of(tensor).untyped_storage()._cdata
+        # torch keeps one Python object for a storage while the storage lives.
+        return id(part_of(tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 
 
-def identity_of(parameter: Tensor) -> int:
-    """Return a number that changes with ``parameter.data = tensor``, where torch has no hook."""
+def storage_object(parameter: Tensor) -> torch.UntypedStorage:
+    """Return the storage object of ``parameter``, for a `DTensor` one without memory.
+
+    It is another object after ``parameter.data = tensor``, where torch has no hook.
+    """
     with quick_reads():
-        return parameter.untyped_storage()._cdata
+        return parameter.untyped_storage()
 
 
 def is_copied_view(tensor: DTensor) -> bool:
@@ -57,19 +61,15 @@ def is_differentiated_forward(inputs: Any, frees: bool) -> bool:
 
     The hooks of `fully_shard` would lose the derivative, or the backward pass of the derivative
     would find no parameters if the module ``frees`` them after forward. torch has no public name
-    for the presence of derivatives.
+    for running transforms of torch.func.
     """
-    if forward_ad._current_level < 0 or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return False
-    # torch.func.jvp also uses levels, but its backward pass runs through the hooks.
-    if torch._C._functorch.maybe_current_level() is not None:
-        return False
-    tensors = []
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
     duals = []
-    for each in tensors:
-        if forward_ad.unpack_dual(each).tangent is not None:
-            duals.append(each)
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf).tangent is not None:
+            duals.append(leaf)
+    # torch.func.jvp also uses dual tensors, but its backward pass runs through the hooks.
+    if not duals or torch._C._functorch.maybe_current_level() is not None:
+        return False
     return any(frees or each.requires_grad for each in duals)

@@ -140,8 +140,8 @@ def parallelize(
         source = WeightSource(
             model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights
         )
-        # After `WeightSource`: when one rank broadcasts, it also ties on all ranks the parameters
-        # that are tied on the source rank, and the layout depends on these ties.
+        # Called after `WeightSource`: if one rank broadcasts, `WeightSource` ties the same
+        # parameters on all ranks, and the layout depends on these ties.
         shape = mesh_shape(mesh)
         layout = resolve(
             config,
@@ -199,19 +199,13 @@ def model_sharded_context(
         yield
     # A constructor may have been called twice.
     modules = dict.fromkeys(reference() for reference in built)
-    alive = []
-    for module in modules:
-        if module is not None:
-            alive.append(module)
-    # `Module.modules` yields the module first.
-    inner = set(chain.from_iterable(list(module.modules())[1:] for module in alive))
-    outermost = []
-    for module in alive:
-        if module not in inner:
-            outermost.append(module)
+    inner: set[nn.Module] = set()
+    for each in modules:
+        if each is not None:
+            inner.update(list(each.modules())[1:])  # without the module itself
     with_parameters = []
-    for each in outermost:
-        if next(each.parameters(), None) is not None:
+    for each in modules:
+        if each is not None and each not in inner and next(each.parameters(), None) is not None:
             with_parameters.append(each)
     if not with_parameters:
         raise ConfigError(
@@ -313,7 +307,8 @@ def _transform(
     apply_tensor_parallel(model, parameters, layout.tensor_plan)
     stacks = intercept_attention(model, mesh)
     checkpoint_activations(model, blocks, config.activation_checkpointing)
-    compile_blocks(blocks, config.compile, config.activation_checkpointing.compiler_budget)
+    budget = config.activation_checkpointing.compiler_budget
+    compile_blocks(blocks, config.compile, budget, intercepts=bool(stacks))
     offload_activations(model, blocks, config.activation_checkpointing)
     slice_blocks(stacks)
     plain = ignored_parameters(model, layout.ignored, mesh.device_type)

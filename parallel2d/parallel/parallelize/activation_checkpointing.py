@@ -30,9 +30,8 @@ from torch.utils.checkpoint import (
 
 from parallel2d.base.config import ActivationCheckpointingConfig
 from parallel2d.base.errors import ConfigError, nearest_matches
-from parallel2d.parallel.fsdp_internals.sharded_model import collect_grad_tensors
 from parallel2d.parallel.fsdp_internals.tensors import storage_of, version_of
-from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.model_structure import find_blocks, tensor_leaves, trained_tensors_in
 from parallel2d.parallel.parallelize.activation_offload import SavedTensor, offload_blocks
 
 # Operators of these namespaces are named without the namespace.
@@ -59,15 +58,31 @@ def checkpoint_activations(
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
         policy = functools.partial(_keep, saved_operators(config.keep))
+        options["context_fn"] = functools.partial(_contexts, policy)
     if config.name == "selective" and config.offloads:
-        # Otherwise kept results bypass the offload.
+        # Without this, kept results would bypass the offload.
         options["respect_saved_tensors_hooks"] = True
     for name, block in chosen:
-        if config.name == "selective":
-            options["context_fn"] = functools.partial(_contexts, name, policy)
-        run = functools.partial(_run, name, block.forward)
-        block.forward = functools.partial(checkpoint, run, **options)
+        block.forward = _checkpointed(name, block, options)
     return model
+
+
+def _checkpointed(name: str, block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return the checkpointed forward of ``block``.
+
+    Equal blocks share compiled code, because these functions contain no bound method and no
+    partial. torch.compile compiles a function again for other arguments of a partial.
+    """
+    given = vars(block).get("forward")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        forward = given or functools.partial(type(block).forward, block)
+        return _run(name, forward, *args, **kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(run, *args, **options, **kwargs)
+
+    return forward
 
 
 def chosen_blocks(
@@ -102,12 +117,16 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     # Compiled blocks contain no changes in place.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    leaves = tree_leaves((args, kwargs))
+    modes = []
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _KeepingMode):
+            mode.block = name
+            modes.append(mode)
     given, objects = [], []
-    for each in leaves:
+    for each in tree_leaves((args, kwargs)):
         if isinstance(each, Tensor):
             given.append(each)
-        if hasattr(each, "__dict__") and not isinstance(each, Tensor):
+        elif hasattr(each, "__dict__"):
             objects.append(each)
     before = list(map(version_of, given)), list(map(_tensors_of, objects))
     output = forward(*args, **kwargs)
@@ -124,9 +143,8 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
                 "activation_checkpointing recomputes it from its arguments; call the model "
                 "without this argument (for a cache of keys and values: use_cache=False)"
             )
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _KeepingMode):
-            mode.forget(collect_grad_tensors(output))
+    for mode in modes:
+        mode.forget(trained_tensors_in(output))
     return output
 
 
@@ -148,8 +166,8 @@ def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 def _without_cache(model: nn.Module) -> None:
-    """Switch off the cache of keys and values of models of transformers in training: blocks that
-    are computed again would fill it twice. The library does the same in its checkpoints."""
+    """Disable the key-value cache of transformers models in training: recomputed blocks would fill
+    it twice. transformers does the same for its own activation checkpointing."""
 
     def switch_off(position: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -170,31 +188,29 @@ def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """The policy of ``selective``, which torch calls for each operator that a block runs."""
-    # The name of an operator ends with that of its overload: aten::add.Tensor. An overload that
-    # writes to an argument has to write again.
+    # The name of an operator ends with the name of its overload: aten::add.Tensor. An overload that
+    # writes to an argument must run again, because the recomputation needs the write.
     if operator.name().partition(".")[0] in kept and not _is_mutable(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(name: str, policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
-    """Return the contexts of the forward of the block ``name`` and of its recomputation."""
+def _contexts(policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
+    """Return the contexts of the forward of a block and of its recomputation."""
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    return _KeepingMode(name, policy, forward.storage), recomputation
+    return _KeepingMode(policy, forward.storage), recomputation
 
 
 class _KeepingMode(_CachingTorchDispatchMode):
     """Keeps results as their operators have returned them.
 
-    Torch keeps an alias of a result, and misses changes in place where the block has only a view
-    of it, such as the output of `F.linear` for three dims: the recomputation would repeat a change
-    that the alias has already. So a result that is about to be changed is copied first. That takes
-    as much memory as the same block without changes in place.
+    torch keeps an alias of a result. If the block has only a view of the result, such as the output
+    of `F.linear` for three dims, torch misses an in-place change of the view: the recomputation
+    would then apply the change to the alias a second time. Therefore a result is copied before an
+    in-place change. The block then needs as much memory as without in-place changes.
     """
 
-    def __init__(self, name: str, policy: Callable[..., CheckpointPolicy], storage: Any) -> None:
-        super().__init__(policy, storage)
-        self._name = name
+    block = ""  # name of the running block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_mutable(func) and not torch.compiler.is_compiling():
@@ -205,22 +221,18 @@ class _KeepingMode(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
-        """Raises RuntimeError for tensors that are trained: under any dispatch mode torch loses a
-        part of the gradients of changes of many tensors at once."""
-        tensors = []
-        for each in tree_leaves(args):
-            if isinstance(each, Tensor):
-                tensors.append(each)
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        """Raise RuntimeError for trained tensors: under any dispatch mode torch loses a part of the
+        gradients of operators that change many tensors in place (foreach)."""
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensor_leaves(args)):
             raise RuntimeError(
-                f"{self._name} calls {operator.name().partition('::')[2]}, which has wrong "
+                f"{self.block} calls {operator.name().partition('::')[2]}, which has wrong "
                 "gradients with activation_checkpointing=selective: change the tensors one by one, "
                 "or use activation_checkpointing=full"
             )
 
     def forget(self, outputs: Sequence[Tensor]) -> None:
-        """Let results be computed again that are among ``outputs`` of the block, which its caller
-        may change. Mostly the recomputation ends before them."""
+        """Do not keep results that are among the ``outputs`` of the block, because the caller may
+        change them. The recomputation usually ends before these results."""
         self._replace(outputs, lambda _: _RECOMPUTE)
 
     def _replace(self, tensors: Sequence[Tensor], replacement: Callable[[Any], Any]) -> None:
@@ -241,7 +253,7 @@ class _KeepingMode(_CachingTorchDispatchMode):
 
 def _kept_tensor(result: _VersionWrapper) -> Any:
     """Return the tensor of a kept result during the forward of its block."""
-    # Offload replaces it by a handle, which still has the tensor.
+    # Activation offload replaces the tensor by a handle, which still has the tensor.
     return result.val.tensor if isinstance(result.val, SavedTensor) else result.val
 
 
@@ -319,7 +331,8 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
         for name in matches:
             if not (name.endswith("_") or _is_composite(name)):
                 visible.add(name)
-        # One visible operator is enough: scaled_dot_product_* matches visible and composite ones.
+        # One visible operator is enough: scaled_dot_product_* matches visible and composite
+        # operators.
         if not visible:
             raise ConfigError(
                 f"activation_checkpointing.keep: {pattern} is decomposed into other operators, "

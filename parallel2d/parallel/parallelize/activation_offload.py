@@ -10,8 +10,9 @@ copies of the region before it. Buffers are allocated on the compute stream, whi
 waits for first.
 
 A tensor that changes in place between its save and the end of its copy is an error in backward, as
-without offload. Parameters and buffers stay on the device: sharding frees and gathers them. So do
-arguments without a gradient, such as masks and rotary tables, which all blocks share.
+without offload. Parameters and buffers stay on the device: sharding frees and gathers them.
+Arguments without a gradient, such as masks and rotary tables, also stay, because all blocks share
+them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.device import current_stream, new_stream, on_stream
 from parallel2d.parallel.fsdp_internals.tensors import part_of, storage_of, version_of
+from parallel2d.parallel.model_structure import tensor_leaves
 
 # Saved tensors with fewer bytes are not worth a copy.
 MIN_BYTES = 4096
@@ -54,12 +55,8 @@ def _run(
     """Run the forward of ``block`` as one region."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    given = []
-    for each in tree_leaves((args, kwargs)):
-        if isinstance(each, Tensor):
-            given.append(each)
     shared = set()
-    for each in given:
+    for each in tensor_leaves((args, kwargs)):
         if not each.requires_grad:
             shared.add(storage_of(each))
     region = _Region(offloader, name, block, shared)
@@ -102,8 +99,8 @@ class SavedTensor:
     def __init__(self, region: _Region, tensor: Tensor, memory: _Memory) -> None:
         self.region = region
         self.memory = memory
-        # Detached, so that an output that its own node saves is not kept alive by a cycle. It
-        # shares the version of ``tensor``. None after the copy.
+        # A detached alias of the tensor: a node that saves its own output would otherwise form a
+        # reference cycle. The alias shares the version of ``tensor``. None after the copy.
         self.tensor: Tensor | None = tensor.detach()
         self._version = version_of(tensor)
         self._spec = tensor._spec if isinstance(tensor, DTensor) else None
@@ -150,7 +147,7 @@ class _Region:
         self._offloader = offloader
         self._block = block
         self._shared = shared
-        # Both are kept alive by the graph only. A storage that is in use has a unique number.
+        # Only the autograd graph keeps both alive. A storage that is in use has a unique number.
         self._saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._memories: weakref.WeakValueDictionary[int | None, _Memory]
         self._memories = weakref.WeakValueDictionary()
@@ -168,7 +165,7 @@ class _Region:
         number = storage_of(part)
         if part.untyped_storage().nbytes() < MIN_BYTES or number in self._shared:
             return tensor
-        # Also groups inside of the block may have gathered their parameters since its start.
+        # Groups inside the block may have gathered their parameters since the start of the block.
         kept = chain(self._block.parameters(), self._block.buffers())
         if any(storage_of(each) == number for each in kept):
             return tensor
@@ -212,7 +209,7 @@ class _Region:
         self._sent = []
 
     def fetch(self) -> None:
-        """Make the memory available on the device, and begin with the region before."""
+        """Make the memory available on the device, and begin to fetch the previous region."""
         self._prefetch()
         if not self._is_fetching:
             return
@@ -240,17 +237,15 @@ class _Region:
             return
         self._is_fetching = True
         side = self._offloader.stream(self._device_type)
-        with_host = []
+        copied = []
         for each in missing:
             if each.host is not None:
-                with_host.append((each, each.host))
-        for memory, host in with_host:
-            memory.device = torch.empty(host.shape, dtype=torch.uint8, device=self._device_type)
+                each.device = torch.empty_like(each.host, device=self._device_type)
+                copied.append((each.device, each.host))
         side.wait_stream(current_stream(self._device_type))
         with on_stream(self._device_type, side):
-            for memory, host in with_host:
-                assert memory.device is not None
-                memory.device.copy_(host, non_blocking=True)
+            for on_device, host in copied:
+                on_device.copy_(host, non_blocking=True)
 
 
 def _is_plain(part: Tensor) -> bool:

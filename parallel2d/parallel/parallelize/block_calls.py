@@ -13,24 +13,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel2d.parallel.fsdp_internals.sharded_model import RunningForward, has_begun
+from parallel2d.parallel.fsdp_internals.sharded_model import module_groups, runs_forward
 from parallel2d.parallel.model_structure import class_name
+from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message
-# Of torch's error for a change in place of an argument of a module, of which torch makes a view
+# Part of torch's error for an in-place change of an argument of a module: hooks make a view of the
+# argument
 _CHANGED_VIEW = "RegisterPostBackwardFunction is a view and is being modified inplace"
 
 
 class MixedTensorsError(RuntimeError):
-    """A plain tensor met a sharded one."""
+    """An operation with a plain tensor and a sharded tensor."""
 
 
 def prepare_block_calls(model: nn.Module) -> None:
     """Prepare all modules of ``model`` that have hooks of `fully_shard`."""
+    grouped: set[nn.Module] = set()
+    for modules in module_groups(model):
+        if len(modules) > 1:
+            grouped.update(modules)
     for name, module in sharded_modules(model):
         _explain_methods(module, name)
-        _watch_calls(module, name, model)
+        _watch_calls(module, name, model, is_alone=module not in grouped)
 
 
 def _explain_methods(module: nn.Module, name: str) -> None:
@@ -44,7 +50,6 @@ def _explain_methods(module: nn.Module, name: str) -> None:
 
 def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     call = getattr(module, method)
-    forward = RunningForward(module)
 
     # `wraps` of the bound method leaves ``self`` out of the signature.
     @functools.wraps(call)
@@ -53,8 +58,9 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
             return call(*args, **kwargs)
         except RuntimeError as error:
             is_mixed = isinstance(error, MixedTensorsError) or MIXED in str(error)
-            # Inside a forward of the module its parameters are unsharded: another cause.
-            if forward.now or not is_mixed:
+            # Inside a forward of the module its parameters are unsharded, so the error has another
+            # cause.
+            if runs_forward(module) or not is_mixed:
                 raise
             raise RuntimeError(
                 f"{name or class_name(module)}.{method} computes with parameters that only a call "
@@ -66,18 +72,19 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
     return explained
 
 
-def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
+def _watch_calls(module: nn.Module, name: str, root: nn.Module, is_alone: bool) -> None:
     """Turn ``module.forward(x)`` into ``module(x)``, so that hooks all-gather the parameters.
 
-    A call before the first forward of ``root`` raises RuntimeError.
+    A call before the first forward of ``root`` raises RuntimeError. ``is_alone``: True if no other
+    module is in its group of parameters, whose forward would be one forward for `fully_shard`.
     """
     # The arguments of the calls that are running, innermost last
     given: list[Any] = []
-    running, forward = RunningForward(module), module.forward
+    forward = module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
         # After the first forward of the model its modules may be called directly.
-        if module is not root and not has_begun(root):
+        if module is not root and not (runs_forward(root) or engine_of(root).has_run):
             raise RuntimeError(
                 f"{name} was called before the model that it is a part of: call the model first, "
                 f"or the method that calls {name} through "
@@ -104,8 +111,9 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module) -> None:
 
     @functools.wraps(forward)
     def called(*args: Any, **kwargs: Any) -> Any:
-        # Inside a running call, or inside a method that gathers the parameters, run it directly.
-        if not (given or (running.is_alone and running.now)):
+        # Inside a running call, or inside a method that gathers the parameters, run ``forward``
+        # directly.
+        if not (given or (is_alone and runs_forward(module))):
             return module(*args, **kwargs)
         try:
             return forward(*args, **kwargs)

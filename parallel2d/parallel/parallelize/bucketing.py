@@ -47,7 +47,7 @@ def bucket_modules(
         stored: storage dtype of each parameter that will not keep its current dtype.
         apart: ids of modules that form a group each under every policy. Modules with only complex
             parameters also form a group each, in a model that has real parameters.
-        conditional: ways of modules that only some ranks run.
+        conditional: settings of modules that only some ranks run.
 
     Raises:
         ConfigError: a module that must form its own group is tied to another module.
@@ -67,14 +67,7 @@ def bucket_modules(
     _check_separate(model, groups, separate, fp32=apart)
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     # The sort is stable, in reverse too: groups of equal depth stay in the model's order.
-    deepest = []
-    for group in groups:
-        deepest.append(max(depth[id(module)] for module in group))
-    order = sorted(range(len(groups)), key=deepest.__getitem__, reverse=True)
-    modules: list[list[nn.Module]] = []
-    for number in order:
-        modules.append(groups[number])
-    return modules
+    return sorted(groups, key=lambda group: max(depth[id(each)] for each in group), reverse=True)
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
@@ -86,7 +79,7 @@ def _complex_modules(model: nn.Module) -> set[int]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             trained.append(parameter)
-    if all(parameter.is_complex() for parameter in trained):
+    if all(map(torch.is_complex, trained)):
         return set()
     found = set()
     for _, module in owning_modules(model):
@@ -178,11 +171,10 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
     A group that shares a parameter with the root's group is dissolved into the root's group.
     """
     # Index of a group -> index of the group that it is joined to.
-    target = {}
-    for index in range(_ROOT, len(groups)):
-        target[index] = index
+    target = {_ROOT: _ROOT}
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
+        target[index] = index
         group_of |= {id(module): index for module in group}
     # Name of a module -> its group, or the group of the nearest module around it.
     around: dict[str, int] = {}
@@ -194,9 +186,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
             holders[parameter].add(around[name])
     for sharing in holders.values():
         # All groups with one target move together, so that earlier joins stay intact.
-        joining = set()
-        for index in sharing:
-            joining.add(target[index])
+        joining = set(map(target.__getitem__, sharing))
         first = min(joining)
         for index, current in target.items():
             if current in joining:
@@ -215,7 +205,7 @@ def _check_separate(
     separate: Collection[int],
     fp32: Collection[int],
 ) -> None:
-    """Raise `ConfigError` for a module of ``separate`` that was joined to another one.
+    """Raise `ConfigError` for a module of ``separate`` that was joined to another module.
 
     ``fp32``: ids of the modules that the user chose by ``precision.fp32_modules``.
     """

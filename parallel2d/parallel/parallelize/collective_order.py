@@ -11,10 +11,10 @@ joins with zeros the collectives that others have already issued, so that none o
 forever, and raises. The other ranks see the mark at their next entry and do the same. In the end
 all ranks have issued the same collectives, and the process group remains usable.
 
-Outside of a step, ranks first come to one point of the script (`CollectiveOrder.meet`): before a
-state is gathered or loaded, a checkpoint saved, a value reduced. A point is an entry without a
-collective, at which a rank waits for the others. So a rank with one batch more in an evaluation is
-named before any of its all-gathers is paired with one of another kind.
+Outside of a step, ranks first meet at a *point* of the script (`CollectiveOrder.meet`): before they
+gather or load a state, save a checkpoint, or reduce a value. A point is an entry without a
+collective, at which a rank waits for the other ranks. If a rank evaluates one batch more than the
+others, the error names this rank before its all-gathers are paired with other collectives.
 
 The protocol has no lock. Each rank writes only its own cells, by single stores of 8 bytes, and
 memory barriers order its write before its reads of the other cells. Of two ranks with different
@@ -51,7 +51,7 @@ from parallel2d.parallel.parallelize.reduce_scatter import END, VERBS, join
 
 log = logging.getLogger(__name__)
 
-# The entries without a collective. Ranks at the points of a model tell the other replicas of a
+# The entries without a collective. Ranks at a point of a model notify the other replicas of a
 # difference; see `ReplicaReducer.abandon`.
 _POINTS_OF_MODELS = (
     "ends its backward pass",
@@ -181,7 +181,8 @@ class CollectiveOrder:
         if not self.shares_memory:
             return []
         issued = self._row(_ISSUED)
-        # Read after the positions: a rank that has left a mark may have joined others since.
+        # Read the marks after the positions: a rank that has left a mark may have joined the
+        # collectives of other ranks since.
         if self._error in self._row(_MARK):
             raise ConfigError(self._join_others())
         arrived = zip(self._ranks, issued, strict=True)
@@ -199,7 +200,7 @@ class CollectiveOrder:
             self._write(_ENTRIES + self._issued % RING, 0)
 
     def leave(self) -> None:
-        """Enter that this rank leaves. A rank that does something else raises an error."""
+        """Enter that this rank leaves. Ranks with another entry at this position raise an error."""
         if not self.shares_memory or self._group() is None:
             return
         try:
@@ -209,12 +210,12 @@ class CollectiveOrder:
 
     @property
     def differs_at_point(self) -> bool:
-        """True if the last difference was one outside of a step."""
+        """True if the last difference was found outside of a step."""
         return bool(self._points)
 
     @property
     def others_agree(self) -> bool:
-        """True if the other ranks take part in the agreement after the last difference."""
+        """True if the other ranks take part in the status all-reduce after the last difference."""
         return self._points <= set(_POINTS_OF_MODELS)
 
     def end_backward(self) -> None:
@@ -233,7 +234,7 @@ class CollectiveOrder:
 
     def differing_on_other_hosts(self) -> str:
         """Return the message for digests that differ. Collective over the group."""
-        # A rank that issued fewer collectives counts as one at the end of its backward pass.
+        # A rank that issued fewer collectives counts as being at the end of its backward pass.
         for codes in zip_longest(*all_gather(list(self._compared), self._group()), fillvalue=END):
             for rank, code in enumerate(codes):
                 if code != codes[0]:
@@ -290,7 +291,8 @@ class CollectiveOrder:
         return tag
 
     def _tag(self, position: int) -> int:
-        """Return 27 bits, never all zero, that distinguish an entry from older ones in its cell."""
+        """Return 27 bits, never all zero, that distinguish an entry from older entries in its
+        cell."""
         return (self._error % 127 + 1) << 20 | position % (1 << 20)
 
     def _message(self, rank: int, code: int, other: int, other_code: int) -> str:
@@ -345,8 +347,8 @@ def meet_in(orders: Sequence[CollectiveOrder], point: str) -> None:
                     entered.append(order)
                 late += order.late_ranks()
             except ConfigError:
-                # The error has aligned the ranks of this order. In the others, ranks that come to
-                # another point next must not find an entry of this one.
+                # The error has aligned the ranks of this order. In the other orders, ranks that
+                # reach another point next must not find an entry of this point.
                 for other in entered:
                     if other is not order:
                         other.withdraw_point()

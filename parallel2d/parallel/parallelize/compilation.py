@@ -11,9 +11,10 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -25,34 +26,52 @@ from parallel2d.base.device import can_compile
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files.private_folders import make_private
 from parallel2d.parallel.mesh_sizes import MeshShape
+from parallel2d.parallel.model_structure import find_blocks
 
 log = logging.getLogger(__name__)
 
 
 def compile_blocks(
-    blocks: Sequence[tuple[str, nn.Module]], config: CompileConfig, memory_budget: float | None
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: CompileConfig,
+    memory_budget: float | None,
+    *,
+    intercepts: bool = False,
 ) -> None:
-    """Compile the ``forward`` of ``blocks``. ``memory_budget``: share of a block's activations that
-    may be saved for backward. None: the compiler recomputes only activations that cost no time."""
+    """Compile the ``forward`` of ``blocks``.
+
+    Args:
+        blocks: names and modules.
+        config: the compilation settings.
+        memory_budget: share of a block's activations that may be saved for backward. None: the
+            compiler recomputes only activations that cost no time.
+        intercepts: True if the blocks redirect their calls of attention, for a context axis. Each
+            block is then compiled as one graph, or not at all.
+    """
     if config.name == "none":
         return
     _use_private_cache()
     backend: Any = config.backend
     if memory_budget is not None:
         backend = _within_budget(config.backend, memory_budget)
+    if intercepts:
+        backend = _of_intercepted(backend)
+    kind = _OneGraphForward if intercepts else _CompiledForward
     for name, block in blocks:
         # On the instance: hooks run in the module's call, outside of the compiled code.
-        compiled = torch.compile(block.forward, backend=backend, dynamic=False)
-        block.forward = _CompiledForward(name, compiled)
+        block.forward = kind(name, block.forward, backend)
 
 
 class _CompiledForward:
     """The compiled ``forward`` of the block ``name``. Logs graph breaks of the first call, each
-    cause once per process. ``compiled``: the result of `torch.compile`."""
+    cause once per process."""
 
-    def __init__(self, name: str, compiled: Callable[..., Any]) -> None:
+    _fullgraph = False
+
+    def __init__(self, name: str, forward: Callable[..., Any], backend: Any) -> None:
+        compiled = torch.compile(forward, backend=backend, dynamic=False, fullgraph=self._fullgraph)
         functools.update_wrapper(self, compiled)
-        self._name, self._compiled = name, compiled
+        self._name, self._forward, self._compiled = name, forward, compiled
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +94,60 @@ class _CompiledForward:
                 cause.strip().partition("\n")[0],
             )
         return output
+
+
+class _OneGraphForward(_CompiledForward):
+    """A compiled ``forward`` with intercepted attention.
+
+    Interception cannot continue after a graph break, so a block that is not one graph runs
+    uncompiled, which is logged. Ranks with the same code and shapes decide alike.
+    """
+
+    _fullgraph = True
+    _logged: ClassVar[set[str]] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is self._forward:
+            return self._forward(*args, **kwargs)
+        errors = torch._dynamo.exc
+        try:
+            # Otherwise the compiler refuses to enter a function mode in a checkpoint.
+            with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+                return super().__call__(*args, **kwargs)
+        except errors.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, _NotInterceptedError):
+                raise
+            cause = str(error.inner_exception)
+        except (errors.Unsupported, errors.FailOnRecompileLimitHit) as error:
+            cause = str(error).strip().partition("\n")[0]
+        if cause not in self._logged:
+            self._logged.add(cause)
+            log.warning("%s is not compiled, which is slower: %s", self._name, cause)
+        self._compiled = self._forward
+        return self._forward(*args, **kwargs)
+
+
+class _NotInterceptedError(RuntimeError):
+    """Compiled code would call torch's attention on slices of sequences."""
+
+
+@functools.cache
+def _of_intercepted(backend: Any) -> Callable[..., Any]:
+    """Return a backend that compiles graphs only if each call of attention in them is redirected.
+
+    torch calls no function mode inside of some operators, such as a checkpoint.
+    """
+    compiler = torch._dynamo.lookup_backend(backend)
+
+    def compile_intercepted(graph: Any, inputs: Any, **options: Any) -> Any:
+        for module in graph.modules():
+            for node in getattr(module, "graph", torch.fx.Graph()).nodes:
+                is_attention = node.target is F.scaled_dot_product_attention
+                if is_attention and "in attention_in_graph" not in (node.stack_trace or ""):
+                    raise _NotInterceptedError("a checkpoint inside of it calls attention")
+        return compiler(graph, inputs, **options)
+
+    return compile_intercepted
 
 
 class _Waited(torch.autograd.Function):
@@ -132,28 +205,41 @@ def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
 
 
 def choose_compilation(
-    config: CompileConfig, shape: MeshShape, device_type: str, *, has_blocks: bool
+    config: CompileConfig,
+    shape: MeshShape,
+    device_type: str,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
 ) -> CompileConfig:
-    """Return ``config`` with ``block`` or ``none`` in the place of ``auto``."""
-    if config.name != AUTOMATIC:
-        return config
-    compiles = has_blocks and shape.context == 1 and can_compile(device_type)
-    return replace(config, name="block" if compiles else "none")
+    """Return ``config`` with ``block`` or ``none`` in the place of ``auto``.
 
-
-def check_compilation(config: CompileConfig, shape: MeshShape) -> None:
-    """Raise `ConfigError` for compilation settings that torch or this mesh does not support.
-
-    Refused are an unknown backend, and compilation together with context parallelism.
+    Raises `ConfigError` if ``blocks`` of ``model`` cannot be compiled.
     """
+    if config.name == "none":
+        return config
+    problem = ""
+    if not blocks:
+        problem = (
+            f"{type(model).__name__} has no repeated blocks; name their classes in bucketing.blocks"
+        )
+    elif shape.context > 1 and not set(blocks) <= set(find_blocks(model)):
+        problem = (
+            f"mesh.context={shape.context} compiles the repeated blocks of {type(model).__name__}, "
+            "and bucketing.blocks names others; leave bucketing.blocks out, or use compile=none"
+        )
+    if config.name == AUTOMATIC:
+        compiles = not problem and can_compile(device_type)
+        return replace(config, name="block" if compiles else "none")
+    if problem:
+        raise ConfigError(f"compile={config.name}: {problem}")
+    return config
+
+
+def check_compilation(config: CompileConfig) -> None:
+    """Raise `ConfigError` for a backend that `torch.compile` does not have."""
     if config.name == "none":
         return
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
-        # The message lists the back ends for users, without the many for debugging torch.
+        # The message lists the backends for users, without the backends for debugging torch.
         usual = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
         raise ConfigError(f"compile.backend={config.backend} is not one of {', '.join(usual)}")
-    if shape.context > 1:
-        raise ConfigError(
-            f"compile={config.name} with mesh.context={shape.context}: a compiled block cannot "
-            "exchange the keys and values of its attention; choose compile=none or mesh.context=1"
-        )

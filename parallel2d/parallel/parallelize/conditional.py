@@ -1,23 +1,24 @@
 """Modules that only some ranks run: `conditional_modules` and `run_dummies`.
 
-[Note: conditional modules] The ranks of a shard group gather and reduce each FSDP group together. A
-module that only some ranks run, such as a vision tower for batches with an image, must therefore
-not have collectives of its own, or all ranks must run it:
+[Note: conditional modules] The ranks of a shard group gather and reduce each FSDP group together.
+If only some of these ranks run a module, such as a vision tower for batches with an image, its
+collectives would hang. The setting of such a module is one of these:
 
 - ``replicate``: the module is one FSDP group over a mesh of one rank, so that every rank keeps its
   parameters. The engine averages its gradients over the shard axis at the end of a global batch,
   and then over the replicas like all other gradients.
-- ``root``: the module has no group of its own. The root's group, or the group of a block around
-  it, gathers its parameters on all ranks.
-- ``always``: the module is sharded. A rank that has not run it runs a dummy forward, at the same
-  place of the order of collectives: before the forward of the next block. The output of the dummy
-  enters the input of that block with a gradient of zeros, so that backward reaches the module at
-  the same place on all ranks too. Gradients of dummies do not count as use of a parameter.
+- ``root``: the module is not an FSDP group. The root's group, or the group of a block that contains
+  the module, gathers its parameters on all ranks.
+- ``always``: the module is sharded. A rank that has not run the module runs a dummy forward at the
+  same position in the order of collectives: before the forward of the next block. The output of the
+  dummy enters the input of that block with a gradient of zeros, so that backward also reaches the
+  module at the same position on all ranks. A dummy does not count as use of a parameter.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,9 +48,9 @@ class Always:
     """A conditional module that is sharded, and that every rank runs in every forward.
 
     Attributes:
-        dummy: ``dummy(module)`` runs the module on an input without meaning and returns its output.
+        dummy: ``dummy(module)`` runs the module on a placeholder input and returns its output.
             None: the method ``dummy_forward`` of the module.
-        before: name of the module whose forward follows. None: the next repeated block.
+        before: name of the module before which the dummy runs. None: the next repeated block.
     """
 
     dummy: Callable[[Any], object] | None = None
@@ -62,29 +63,21 @@ Conditional = Mapping[str, str | Always]
 def conditional_modules(
     model: nn.Module, conditional: Conditional, tensor_ranks: int, offload: bool
 ) -> dict[str, str | Always]:
-    """Return the way of each conditional module by name, with patterns resolved.
+    """Return the setting (``replicate``, ``root`` or `Always`) of each conditional module by name.
 
-    Raises `ConfigError` for a pattern without a module, an unknown way, a module that the way does
-    not support, and nested conditional modules.
+    Raises `ConfigError` if a pattern matches no module, a setting is unknown or does not support a
+    matching module, or conditional modules are nested.
     """
-    named: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        # The root, with an empty name, runs on all ranks.
-        if name:
-            named[name] = module
+    named = dict(model.named_modules())
+    del named[""]  # the root runs on all ranks
     found: dict[str, str | Always] = {}
     for pattern, way in conditional.items():
         problem = choice_problem(f"conditional: {pattern}", way, CONDITIONAL)
         if problem is not None and not isinstance(way, Always):
             raise ConfigError(problem)
-        matching: list[str] = []
-        for name in named:
-            # A pattern that matches a module also matches the modules below it.
-            is_outermost = not any(name.startswith(f"{other}.") for other in matching)
-            if is_outermost and fnmatch.fnmatchcase(fqn_of(name), pattern):
-                matching.append(name)
+        matching = _outermost_matches(list(named), pattern)
         if not matching:
-            near = near_names(pattern, [fqn_of(name) for name in named])
+            near = near_names(pattern, list(map(fqn_of, named)))
             raise ConfigError(
                 f"conditional: {pattern} is not a module of {type(model).__name__}{near}"
             )
@@ -96,16 +89,31 @@ def conditional_modules(
                     f"conditional: {name} is inside {other}, which is conditional too: name only "
                     f"{other}"
                 )
-        if next(named[name].parameters(), None) is None:
-            raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
-        if way != "root":
-            _check_separate(model, name, named[name])
         if way == "replicate" and (tensor_ranks > 1 or offload):
             other = "mesh.tensor" if tensor_ranks > 1 else "cpu_offload"
             raise ConfigError(f"conditional: {name}: replicate does not support {other}: use root")
-        if isinstance(way, Always):
-            _check_always(model, name, named[name], way)
+        _check_setting(model, name, named[name], way)
     return found
+
+
+def _outermost_matches(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the modules that ``pattern`` matches, without the modules inside of them."""
+    matching: list[str] = []
+    for name in names:
+        is_outermost = not any(name.startswith(f"{other}.") for other in matching)
+        if is_outermost and fnmatch.fnmatchcase(fqn_of(name), pattern):
+            matching.append(name)
+    return matching
+
+
+def _check_setting(model: nn.Module, name: str, module: nn.Module, way: str | Always) -> None:
+    """Raise `ConfigError` if ``module`` does not support its setting."""
+    if next(module.parameters(), None) is None:
+        raise ConfigError(f"conditional: {name} has no parameters, and needs no setting")
+    if way != "root":
+        _check_separate(model, name, module)
+    if isinstance(way, Always):
+        _check_always(model, name, module, way)
 
 
 def _check_separate(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -146,8 +154,8 @@ def _check_always(model: nn.Module, name: str, module: nn.Module, way: Always) -
 def cut_groups(
     model: nn.Module, groups: Iterable[list[nn.Module]], conditional: Conditional
 ) -> list[list[nn.Module]]:
-    """Return ``groups`` without members inside ``root`` and ``replicate`` modules, cut at the
-    borders of ``always`` modules. The latter two get no group here: see `separate_modules`."""
+    """Return ``groups`` without modules inside ``root`` and ``replicate`` modules, and with the
+    modules inside each ``always`` module in separate groups. See `separate_modules`."""
     inside: dict[int, str] = {}
     for name in conditional:
         for module in model.get_submodule(name).modules():
@@ -166,10 +174,10 @@ def cut_groups(
 def separate_modules(
     model: nn.Module, conditional: Conditional, separate: Collection[int]
 ) -> set[int]:
-    """Return ids of the conditional modules that form a group each.
+    """Return the ids of the conditional modules that are one FSDP group each.
 
-    Raises `ConfigError` for modules of ``separate``, which form a group each for another reason,
-    inside a module that has no groups.
+    Raises `ConfigError` if a module of ``separate`` (modules that need a separate group for another
+    reason) is inside a module that has no groups.
     """
     found: set[int] = set()
     for name, way in conditional.items():
@@ -177,7 +185,7 @@ def separate_modules(
         if way != "root":
             found.add(id(outer))
         for inner, module in outer.named_modules():
-            # A replicated module may itself be a module in fp32.
+            # A ``replicate`` module may be in ``separate``: it is one group.
             if isinstance(way, Always) or (way == "replicate" and not inner):
                 continue
             if id(module) in separate:
@@ -190,10 +198,9 @@ def separate_modules(
 
 
 def check_places(conditional: Conditional, groups: Iterable[Sequence[str]]) -> None:
-    """Raise `ConfigError` for an ``always`` module inside one of ``groups`` except the root's."""
-    names: list[str] = []
-    for group in groups:
-        names.extend(filter(None, group))
+    """Raise `ConfigError` if an ``always`` module is inside one of ``groups`` other than the root
+    group."""
+    names = list(filter(None, itertools.chain.from_iterable(groups)))
     for name, way in conditional.items():
         around = [each for each in names if name.startswith(f"{each}.")]
         if isinstance(way, Always) and around:
@@ -213,7 +220,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Not 0 * sum(output): an output that is not finite would make the loss nan.
+        # `0 * sum(output)` would make the loss NaN if an output is not finite.
         zeros = [torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.outputs]
         return gradients[0], *zeros
 
@@ -236,9 +243,9 @@ class _DummyForwards:
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self._entries = entries
         self._running: _Entry | None = None
-        # Outputs of dummies that no block has taken
+        # Outputs of dummies that are not yet joined to the input of a block
         self._outputs: list[Tensor] = []
-        # Blocks that have begun in this forward: only the first one runs dummies
+        # Blocks that have begun in this forward: only the first block runs dummies
         self._reached: set[str | None] = set()
         self._is_checked = False
 
@@ -254,7 +261,7 @@ class _DummyForwards:
     def check(self, *_: Any) -> None:
         """Run each dummy once, on all ranks, so that all ranks raise its error.
 
-        Pre-forward hook of the model, after FSDP's. Raises `ConfigError` for a dummy that does not
+        Pre-forward hook of the model, after FSDP's hook. Raises `ConfigError` if a dummy does not
         call the module, or returns no floating-point tensor.
         """
         if self._is_checked:
@@ -281,7 +288,7 @@ class _DummyForwards:
         if in_backward():
             return
         entry.has_run = True
-        # All ranks run the modules in the order of the setting.
+        # All ranks run the modules in the order of the keys of ``conditional``.
         for other in self._entries[: self._entries.index(entry)]:
             if other.before == entry.before and not other.has_run:
                 self._run(other)
@@ -292,7 +299,7 @@ class _DummyForwards:
     def reach(self, before: str | None, given: Any, named: dict[str, Any]) -> Any:
         """Pre-forward hook of a block, or of the module ``before``.
 
-        Raises `ConfigError` if it takes no floating-point tensor, on all ranks.
+        Raises `ConfigError` on all ranks if the block takes no floating-point tensor.
         """
         if in_backward() or self._running is not None or before in self._reached:
             return None
@@ -330,7 +337,8 @@ class _DummyForwards:
                 self._run(entry)
 
     def _run(self, entry: _Entry) -> None:
-        """Run the dummy of ``entry``. Backward must reach its outputs."""
+        """Run the dummy of ``entry``, and keep its outputs for `_join`: backward must reach
+        them."""
         output = self._call(entry)
         if not torch.is_grad_enabled():
             return
@@ -375,7 +383,8 @@ def run_dummies(
     if not entries:
         return
     dummies = _DummyForwards(entries)
-    # `prepend`: FSDP's hooks, set before, gather parameters and take outputs.
+    # `prepend`: these hooks run before FSDP's hooks, which gather parameters and register the
+    # backward hooks of outputs.
     model.register_forward_pre_hook(dummies.begin, prepend=True)
     model.register_forward_pre_hook(dummies.check)
     model.register_forward_hook(dummies.end, prepend=True)

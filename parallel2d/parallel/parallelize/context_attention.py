@@ -9,8 +9,8 @@ or over this rank's queries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -98,8 +98,10 @@ def attend_to_all(
         mask = axis.cut(mask, mask.ndim - 2)
     if options["is_causal"]:
         first, options = axis.rank * own, {**options, "is_causal": False}
-        # Causal: drop the keys after this rank's last position.
-        key, value = key[:, :, : first + own], value[:, :, : first + own]
+        # Drop the keys after this rank's last position. Compiled code keeps all keys, because
+        # shapes must not depend on the rank ([Note: equal graphs]).
+        if not torch.compiler.is_compiling():
+            key, value = key[:, :, : first + own], value[:, :, : first + own]
         mask = _causal(mask, query, key, first)
     return grouped_attention(query, key, value, attn_mask=mask, **options)
 
@@ -107,7 +109,7 @@ def attend_to_all(
 def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tensor:
     """Return ``mask`` without keys after each query; ``first`` is the first query's position."""
     queries, keys = query.shape[2], key.shape[2]
-    if mask is None and keys == first + queries:
+    if mask is None and keys == first + queries and not torch.compiler.is_compiling():
         # A custom tensor class, which no dispatch mode of selective recomputation can create.
         with _disable_current_modes():
             return causal_lower_right(queries, keys)
@@ -137,17 +139,25 @@ def _all_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int
     )
 
 
-@contextmanager
-def _gathered_again(gather: Callable[[Tensor], Tensor], *slices: Tensor) -> Iterator[list[Tensor]]:
-    """Yield ``gather(slice)`` for each slice, and repeat this gather in backward.
+def _gathered_again(
+    gather: Callable[[Tensor], Tensor], *slices: Tensor
+) -> AbstractContextManager[list[Tensor]]:
+    """Return a context with ``gather(slice)`` for each slice. Backward repeats this gather.
 
     Autograd saves the slices, so no layer keeps gathered tensors. Under activation checkpointing
-    the recomputation of the layer repeats the gather.
+    the recomputation of the layer repeats the gather. In compiled code the compiler chooses the
+    saved tensors.
     """
-    gathered = list(map(gather, slices))
-    if saving_hooks() is not None:
-        yield gathered
-        return
+    gathered = [gather(each) for each in slices]
+    if torch.compiler.is_compiling() or saving_hooks() is not None:
+        return nullcontext(gathered)
+    return _saving_slices(gather, gathered, slices)
+
+
+@contextmanager
+def _saving_slices(
+    gather: Callable[[Tensor], Tensor], gathered: list[Tensor], slices: Sequence[Tensor]
+) -> Iterator[list[Tensor]]:
     pairs = zip(gathered, slices, strict=True)
     own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in pairs}
 

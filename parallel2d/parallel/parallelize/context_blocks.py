@@ -28,8 +28,8 @@ from parallel2d.parallel.parallelize.context_attention import (
     attend_to_slices,
 )
 
-# Path of a tensor among a block's arguments, or the call of attention that takes or returns the
-# tensor
+# Path of a tensor in the arguments of a block, or in the arguments or the result of an attention
+# call
 Path = tuple[Any, ...]
 
 
@@ -103,30 +103,37 @@ class SplitBlock:
         self._child, self._calls = "", 0
         self._is_active = False
         self._hooks: Any = None  # hooks of saved tensors, as the block began
+        # True if queries and if keys follow the sequence, for each call of attention of a forward
+        self.splits: list[tuple[bool, bool]] = []
+        self._plain = module.forward  # neither recomputed nor compiled
         stack.blocks.append(self)
 
     def intercept(self) -> None:
         """Redirect the block's calls of attention to `attention`; inside of recomputed code."""
-        # Looked up late: sharding changes the class, and transformers' classes may recompute.
-        given = vars(self.module).get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            run = given or functools.partial(type(self.module).forward, self.module)
-            with self._intercepted(""):
-                return run(*args, **kwargs)
-
-        self.module.forward = forward
+        self._plain = self.module.forward = self._forward_of(self.module, "")
         # A block that recomputes inside its own forward calls its children in backward.
         for name, child in self.module.named_children():
-            child.forward = functools.partial(self._of_child, name, child.forward)
+            child.forward = self._forward_of(child, name)
 
     def split(self) -> None:
         """Make the block cut its arguments, outside of recomputed code, which saves slices."""
         self.module.forward = functools.partial(self._around, self.module.forward)
 
-    def _of_child(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._intercepted(name):
-            return forward(*args, **kwargs)
+    def _forward_of(self, module: nn.Module, child: str) -> Callable[..., Any]:
+        """Return the forward of ``module``, the block or its ``child``, with the interception."""
+        given = vars(module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Looked up at each call: sharding changes the class later, and classes of transformers
+            # may recompute. With a bound method equal blocks would not share compiled code.
+            run = given or functools.partial(type(module).forward, module)
+            if not torch.compiler.is_compiling():
+                with self._intercepted(child):
+                    return run(*args, **kwargs)
+            with nullcontext() if child else _Intercept(self):
+                return run(*args, **kwargs)
+
+        return forward
 
     @contextmanager
     def _intercepted(self, child: str) -> Iterator[None]:
@@ -144,6 +151,8 @@ class SplitBlock:
         stack, axis = self.stack, self.stack.axis
         given: dict[str, Any] = {"args": args, "kwargs": kwargs}
         if stack.watcher is not None:
+            forward = self._plain
+            self.splits.clear()
             map_tensors(lambda tensor, path: stack.watcher.see(self, path, tensor), given)
         if stack.is_split:
             given = self._cut(given)
@@ -280,6 +289,23 @@ class SplitBlock:
             stack.watcher.see(self, (*place, "result"), output)
         return output
 
+    def attention_in_graph(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Run `attention` in compiled code, which changes no attribute."""
+        splits = self.splits[0] if self.stack.is_split else (False, False)
+        if self.stack.is_split and any(other != splits for other in self.splits):
+            raise ConfigError(f"{self.name} attends over positions and over other dims")
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, **options}
+        return self.split_attention(*splits, query, key, value, attn_mask, options)
+
     def _attend(
         self,
         place: Path,
@@ -292,7 +318,23 @@ class SplitBlock:
         positions = (query.ndim - 2,)
         splits_query = self.follows.get((*place, "query")) == positions
         splits_keys = self.follows.get((*place, "key")) == positions
-        if not self.stack.is_split or not (splits_query or splits_keys):
+        if self.stack.watcher is not None:
+            self.splits.append((splits_query, splits_keys))
+        if not self.stack.is_split:
+            splits_query = splits_keys = False
+        return self.split_attention(splits_query, splits_keys, query, key, value, mask, options)
+
+    def split_attention(
+        self,
+        splits_query: bool,
+        splits_keys: bool,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        if not (splits_query or splits_keys):
             return grouped_attention(query, key, value, attn_mask=mask, **options)
         ranks = self.stack.axis.size
         if not splits_query or query.shape[-2] != self._own or query.ndim not in (3, 4):
@@ -342,6 +384,8 @@ class _Intercept(TorchFunctionMode):
     ) -> Any:
         if function in (F.scaled_dot_product_attention, grouped_attention):
             function = self._block.attention
+            if torch.compiler.is_compiling():
+                function = self._block.attention_in_graph
         # torch passes this function to the mode, but not the call of attention inside it.
         elif function is F.multi_head_attention_forward:
             function = _with_attention(function, self._block.attention)

@@ -3,14 +3,14 @@
 The check learns which tensors of the blocks follow the length of the sequence, and finds blocks
 that mix positions outside of attention.
 
-[Note: whole against cut] Three forwards of a few positions run before the first forward, without
-gradients and dropout. Two forwards run unsplit, with different lengths: a dim that differs between
-them follows the sequence. In the third forward the stacks are split. Each block gets its input of
-the unsplit forward, so that differences do not accumulate. Its output and the inputs of its
-attention are compared with this rank's slices of the unsplit forward. During the check, zero
-parameters and small scales get other values, because a branch that begins near zero hides its
-result. At the end the outputs of the model are compared, and the tensors that modules in blocks
-keep as attributes: losses that blocks leave aside show there.
+[Note: unsplit against split] Three forwards of a few positions run before the first forward,
+without gradients and dropout. Two forwards run unsplit, with different lengths: a dim that differs
+between the two forwards depends on the length of the sequence. In the third forward the stacks are
+split. Each block gets its input of the unsplit forward, so that differences do not accumulate. Its
+output and the inputs of its attention are compared with this rank's slices of the unsplit forward.
+During the check, zero parameters and small scales get other values, because they would hide the
+result of their branch. At the end the outputs of the model are compared, and the tensors that
+modules in blocks keep as attributes, such as auxiliary losses.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ContextCheck:
         try:
             with _branches_opened(self._model, self._compares), self._watched():
                 sizes, expected = self._learn(args, kwargs)
-                # Before any rank depends on the slices of another rank.
+                # Raised before any rank depends on the slices of another rank.
                 self._kept = self._attributes()
                 self._agree(self._choose(sizes))
                 self._agree(self._compare(args, kwargs, sizes, expected))
@@ -146,7 +146,7 @@ class ContextCheck:
         return {}, self._forward(args, kwargs, {})
 
     def _compare(self, args: Any, kwargs: Any, sizes: dict[int, int], expected: Any) -> str:
-        """Run with split stacks. Return the problem that this shows; empty if none."""
+        """Run a forward with split stacks. Return the problem that it shows; empty if none."""
         self._is_split = True
         try:
             found = self._forward(args, kwargs, sizes)
@@ -161,7 +161,8 @@ class ContextCheck:
         return self._verdict(expected, found) if self._compares else ""
 
     def _shortened(self, length: int) -> int:
-        """Return how many positions of ``length`` are compared; indivisible lengths stay so."""
+        """Return the number of compared positions of ``length``. A length that the axis does not
+        divide stays indivisible."""
         ranks = self._axis.size
         step = self._multiple * ranks
         least = -(-_POSITIONS * ranks // step) * step
@@ -191,7 +192,7 @@ class ContextCheck:
         if not self._compares or len(dims) != 1 or tensor.shape[dims[0]] % self._axis.size:
             return
         in_parts = block.stack.in_parts and path[0] != "attention"
-        # Tensors of modules inside blocks may be in parts or whole.
+        # Tensors of modules inside blocks may be split over the tensor axis or unsplit.
         if path[0] not in ("input", "result") or not in_parts:
             self._slices[key] = self._axis.cut(tensor.detach(), dims[0], in_parts).clone()
 
@@ -331,7 +332,7 @@ class ContextCheck:
         return ""
 
     def _verdict(self, expected: Any, found: Any) -> str:
-        # The widest bound, since values that were computed in 16 bits may be kept in 32.
+        # The largest bound, because values that were computed in 16 bits may be kept in 32 bits.
         bound = max((_BOUNDS.get(each.dtype, 3e-2) for each in self._slices.values()), default=0.0)
         differing = []
         for key, each in self._differences.items():

@@ -75,8 +75,8 @@ def learn_at_first(
     if not stacks:
         return
     multiple = mesh_shape(mesh).tensor
-    # Replicas agree too, except where replicas may be lost: a joining replica runs its first
-    # forward without the others.
+    # Replicas agree too, unless replicas may fail: a joining replica runs its first forward without
+    # the other replicas.
     agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
     groups = []
     for axis in agreeing:

@@ -1,7 +1,7 @@
 """Float8 training of Linear layers inside blocks, by torchao: `convert_to_float8`.
 
-Weights stay stored in `precision.storage` and are gathered in `precision.param`. They are scaled
-and cast around each matrix product.
+Weights stay stored in `precision.storage` and are gathered in `precision.param`. Each matrix
+product scales the weights and casts them to float8.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import fnmatch
 import logging
 from collections.abc import Collection, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ def convert_to_float8(
     if precision.float8 == "none":
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
-    # Kept until the end, so that no new layer has the id of an old one.
+    # The old layers are kept until the end, so that no new layer gets the id of an old layer.
     layers: list[tuple[str, nn.Linear, bool]] = []
     for block_name, block in blocks:
         for name, module in block.named_modules(prefix=block_name):
@@ -103,7 +102,7 @@ def convert_to_float8(
         recipe = dataclasses.replace(recipe, emulate=True)
 
     def is_wanted(module: nn.Module, _name: str) -> bool:
-        # By identity: torchao passes names relative to the block.
+        # Compare modules by identity, because torchao passes names relative to the block.
         return id(module) in chosen
 
     # Block by block: a Linear outside of the blocks, such as the model's head, is not converted.
@@ -117,14 +116,12 @@ def _choose(
 ) -> tuple[dict[str, list[str]], dict[int, str]]:
     """Select the layers to convert. ``layers``: (FQN, layer, True if the layer is a block). Returns
     the names of the excluded layers by reason, and the names of the layers to convert by id."""
-    names = []
-    for name, _, _ in layers:
-        names.append(name)
-    matched = {}
-    for pattern in exclude:
-        matched[pattern] = fnmatch.filter(names, pattern)
+    names = [name for name, _, _ in layers]
+    excluded: set[str] = set()
     unmatched = []
-    for pattern, found in matched.items():
+    for pattern in exclude:
+        found = fnmatch.filter(names, pattern)
+        excluded.update(found)
         if not found:
             unmatched.append(pattern)
     if unmatched:
@@ -133,7 +130,6 @@ def _choose(
             f"precision.float8_exclude: {', '.join(sorted(unmatched))} matches no Linear layer "
             f"inside a block; there are {there or 'none'}"
         )
-    excluded = set(chain.from_iterable(matched.values()))
     kept: dict[str, list[str]] = {}
     chosen: dict[int, str] = {}
     for name, layer, is_block in layers:
@@ -146,12 +142,9 @@ def _choose(
                 size % MULTIPLE for size in layer.weight.shape
             ),
         }
-        reasons = []
-        for reason, holds in obstacles.items():
-            if holds:
-                reasons.append(reason)
-        if reasons:
-            kept.setdefault(reasons[0], []).append(name)
+        reason = next((reason for reason, holds in obstacles.items() if holds), None)
+        if reason is not None:
+            kept.setdefault(reason, []).append(name)
         else:
             chosen[id(layer)] = name
     return kept, chosen

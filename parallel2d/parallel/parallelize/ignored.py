@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError, first_five
-from parallel2d.parallel.model_structure import fqn_of, near_names
+from parallel2d.parallel.model_structure import by_fqn, fqn_of, near_names
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
@@ -25,10 +25,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
     parameters and modules with a matching name; a module selects all parameters below it. Raises
     `ConfigError` for an entry that selects nothing, with near names, and for a trainable parameter.
     """
-    every = model.named_parameters(remove_duplicate=False)
-    named = {}
-    for name, parameter in every:
-        named[fqn_of(name)] = parameter
+    named = by_fqn(model.named_parameters(remove_duplicate=False))
     in_model = set(named.values())
     chosen: set[nn.Parameter] = set()
     for entry in ignored:
@@ -44,14 +41,8 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
             nothing = f"chooses no parameter of {type(model).__name__}"
             raise ConfigError(f"ignored: a {type(entry).__name__} {nothing}")
         chosen |= found
-    names = []
-    for name, parameter in named.items():
-        if parameter in chosen:
-            names.append(name)
-    trained = []
-    for name in names:
-        if named[name].requires_grad:
-            trained.append(name)
+    names = [name for name, parameter in named.items() if parameter in chosen]
+    trained = [name for name in names if named[name].requires_grad]
     if trained:
         verb = "are" if len(trained) > 1 else "is"
         raise ConfigError(
@@ -66,9 +57,7 @@ def _matching(
     model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
 ) -> list[nn.Parameter]:
     """Return the parameters with matching names and those below modules with matching names."""
-    found = []
-    for name in fnmatch.filter(named, pattern):
-        found.append(named[name])
+    found = list(map(named.__getitem__, fnmatch.filter(named, pattern)))
     for name, module in model.named_modules():
         # The root has an empty name, and no pattern is meant for the root.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_map_only
 
 from parallel2d.base.config.job import OptimizerConfig
 from parallel2d.base.config.parallel import ParallelConfig
-from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh_sizes import MeshShape, MeshSpec
 from parallel2d.parallel.model_structure import (
     find_blocks,
     fqn_of,
     hidden_matrices,
+    names_by_id,
     stays_replicated,
 )
 from parallel2d.parallel.parallelize.bucketing import bucket_modules
@@ -170,12 +170,12 @@ class Layout:
     equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
     whole: tuple[ParameterShape, ...]  # replicated parameters: without dimensions, or ignored
     buffer_bytes: int  # of all buffers, which are replicated too
-    # Ways of the modules that only some ranks run, by name
+    # Settings of the modules that only some ranks run, by name
     conditional: Mapping[str, str | Always] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         MeshSpec(**self.shape.sizes).refuse_contradiction(self.config.strategy)
-        check_compilation(self.config.compile, self.shape)
+        check_compilation(self.config.compile)
         check_symmetric_memory(self.config.fsdp.symmetric_memory, self.workload.device_type)
         check_offload(self.config.cpu_offload, self.workload.device_type, self.shape.replicate)
 
@@ -213,10 +213,7 @@ class Layout:
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of the blocks."""
-        found: list[tuple[str, nn.Module]] = []
-        for name in self.blocks:
-            found.append((name, model.get_submodule(name)))
-        return found
+        return list(zip(self.blocks, map(model.get_submodule, self.blocks), strict=True))
 
     def replicated_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that every rank of the shard axis keeps."""
@@ -282,16 +279,9 @@ def resolve(
         tensor_dims=dict(split_dims(model, mesh, tensor_plan or {}, shape.tensor)),
     )
     blocks = find_blocks(model, config.bucketing.blocks, config.bucketing.policy)
-    compilation = choose_compilation(
-        config.compile, shape, workload.device_type, has_blocks=bool(blocks)
-    )
+    compilation = choose_compilation(config.compile, shape, workload.device_type, model, blocks)
     sync = config.sync.for_device(workload.device_type)
     config = replace(config, compile=compilation, sync=sync)
-    if config.compile.name != "none" and not blocks:
-        raise ConfigError(
-            f"compile={config.compile.name}: {type(model).__name__} has no repeated blocks; name "
-            "their classes in bucketing.blocks"
-        )
     ways = conditional_modules(model, conditional or {}, shape.tensor, config.cpu_offload)
     buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules, ways)
 
@@ -352,9 +342,7 @@ class _Collector:
     ) -> Iterator[LayoutGroup]:
         """Yield the groups, innermost first, the root last."""
         precision = self.precision
-        names = {}
-        for name, module in model.named_modules():
-            names[id(module)] = name
+        names = names_by_id(model.named_modules())
         for modules in buckets:
             policy = precision.policy
             if len(modules) == 1 and id(modules[0]) in precision.fp32_modules:
@@ -371,7 +359,8 @@ class _Collector:
     def _take(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
     ) -> tuple[ParameterShape, ...]:
-        """Return the sharded parameters of ``modules``, and add the replicated ones to `whole`."""
+        """Return the sharded parameters of ``modules``, and add the replicated parameters to
+        `whole`."""
         found: list[ParameterShape] = []
         for module in modules:
             for parameter in module.parameters():
@@ -390,11 +379,11 @@ class _Collector:
         local = list(parameter.shape)
         if dim is not None:
             local[dim] = -(-local[dim] // self.tensor)
-        # Without a dtype in the policy, parameters are gathered in their storage dtype, and
-        # gradients reduced in the dtype that autograd returns.
+        # If the policy has no dtype, parameters are gathered in their storage dtype, and gradients
+        # are reduced in the dtype that autograd returns.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
-        # Those without a fractional part, and complex ones, are never cast.
+        # Integer and complex parameters are never cast.
         if not stored.is_floating_point:
             gathered = stored
         reduced = policy.reduce_dtype or gathered

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.exchange import all_gather
-from parallel2d.parallel.fsdp_internals.sharded_model import has_begun
 from parallel2d.parallel.fsdp_internals.tensors import part_of
 from parallel2d.parallel.mesh import axis_names
+from parallel2d.parallel.model_structure import tensor_leaves
 from parallel2d.parallel.sync import no_sync
 from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.sync.methods.method import UpdateFollower
@@ -87,7 +86,7 @@ def _mark_pickle(tensor: DTensor) -> None:
 
 
 def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Run after ``state_dict``: its tensors are other objects than the parameters."""
+    """Run after ``state_dict``, whose tensors are not the parameter objects."""
     for value in state.values():
         if isinstance(value, DTensor):
             _mark_pickle(value)
@@ -120,7 +119,7 @@ def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
 
     torch would refuse these tensors one by one.
     """
-    if prefix:  # the state belongs to another model around this one
+    if prefix:  # the state belongs to another model around this model
         return
     for name, parameter in model.named_parameters():
         value = state.get(name)
@@ -160,12 +159,10 @@ def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> Non
 
 def _digest(inputs: Any) -> str:
     digest = hashlib.sha256()
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor):
-            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            digest.update(
-                leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )
+    for each in tensor_leaves(inputs):
+        digest.update(f"{tuple(each.shape)} {each.dtype}".encode())
+        values = each.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -177,7 +174,7 @@ def _apply(
     recurse: bool = True,
 ) -> Any:
     engine = engine_of(model)
-    is_used = has_begun(model) or type(engine.updates) is not UpdateFollower
+    is_used = engine.has_run or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
         # Communication over replicas keeps the dtype that the configuration names.
@@ -217,7 +214,8 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
     """
     kind = type(model)
 
-    # Not a property: torch replaces the AttributeError of a property, and a property hides a child.
+    # A property does not work here: torch replaces its AttributeError, and a property hides a child
+    # module of the same name.
     def find(self: Any, name: str) -> Any:
         try:
             return super(kind, self).__getattr__(name)
@@ -228,7 +226,7 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
             raise AttributeError(f"{problem}; use model") from error
 
     # A module may create modules of its class, such as a slice of a sequence. As in FSDP, these
-    # have the plain class.
+    # modules have the plain class.
     def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = kind(*args, **kwargs)
         return made

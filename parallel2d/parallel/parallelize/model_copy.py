@@ -72,7 +72,8 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
         twin: nn.Module = copy.deepcopy(blueprint)
         trained = {name for name, each in parameters_by_name(model).items() if each.requires_grad}
         for name, parameter in parameters_by_name(twin).items():
-            # Before the transforms, which allocate training memory for trained parameters only.
+            # Freeze before the transforms, which allocate training memory only for trained
+            # parameters.
             parameter.requires_grad_(name in trained and not frozen)
         with among(part_of(model)):
             # All tensors are given. A constructor must not draw values, because a copy may be made

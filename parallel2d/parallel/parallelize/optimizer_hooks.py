@@ -88,7 +88,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             raise script_checks.refusal(optimizer, "would round differently on sharded parameters")
         _shard_loaded_state(optimizer)
         vars(optimizer)[_CUT] = optimizer.state
-    # A closure computes gradients of the sharded parameters, so the step must see these.
+    # A closure computes gradients of the sharded parameters, so the step must use the sharded
+    # parameters.
     if len(args) > 1 or kwargs:
         script_checks.runs_closure()
         return None
@@ -105,10 +106,7 @@ def _after_step(optimizer: Optimizer, args: Any, _kwargs: Any) -> None:
         stand_in.hand_over(optimizer)
     # A foreach update of `DTensor`s does not count as an in-place change, so it is counted here.
     with quick_reads():
-        updated = []
-        for each in parameters:
-            if each.grad is not None:
-                updated.append(each)
+        updated = [each for each in parameters if each.grad is not None]
     torch.autograd.graph.increment_version(filter(_is_sharded, updated))
     for gathered in _alive():
         list(gathered.changed())
@@ -197,7 +195,7 @@ class _StandIn:
 
     @torch.no_grad()
     def hand_over(self, optimizer: Optimizer) -> None:
-        """Move the state that the step has left to the state of ``optimizer``."""
+        """Move the state after the step to the state of ``optimizer``."""
         found = self.optimizer.state
         for parameter, part in self._parts.items():
             if part in found:

@@ -49,7 +49,8 @@ class Precision:
         Raises `ConfigError` for a class in ``config.fp32_modules`` that ``model`` does not contain.
         """
         buffers = config.buffers
-        # Buffers keep the dtype of the constructor; with fp64 storage a narrower one would lose it.
+        # Buffers keep the dtype of the constructor, except that fp64 storage needs fp64 buffers: a
+        # narrower dtype would lose precision.
         if buffers is None and config.storage == "fp64":
             buffers = "fp64"
         return cls(
@@ -86,8 +87,8 @@ def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
 
 
 def cast_inputs(model: nn.Module, precision: Precision) -> None:
-    """Let ``model`` cast its floating-point inputs where `fully_shard` does not, because ``param``
-    equals ``storage``. Inputs of blocks stay as the model computes them, as in one process."""
+    """Make ``model`` cast its floating-point inputs if ``param`` equals ``storage``, because
+    `fully_shard` does not cast them then. Inputs of blocks are not cast, as in one process."""
     if not precision.cast_inputs or precision.param != precision.storage:
         return
 
@@ -130,7 +131,7 @@ def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
 
 
 def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str] = ()) -> nn.Module:
-    """Cast parameters to the storage dtype and buffers to theirs. Make both contiguous.
+    """Cast parameters and buffers to their storage dtypes, and make both contiguous.
 
     A complex parameter gets the complex dtype of the same width. The parameters of
     ``precision.fp32_modules`` are stored in fp32 at least, and parameters with FQNs in ``ignored``

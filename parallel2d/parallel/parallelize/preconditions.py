@@ -25,7 +25,13 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.tensors import SHARDED_AS, storage_of
 from parallel2d.parallel.mesh import axis_names, has_cpu_backend, mesh_shape, ranks_of
 from parallel2d.parallel.mesh_sizes import check_placement
-from parallel2d.parallel.model_structure import fqn_of, is_called, plain_attributes, tensors_in
+from parallel2d.parallel.model_structure import (
+    fqn_of,
+    is_called,
+    names_by_id,
+    plain_attributes,
+    tensors_in,
+)
 from parallel2d.parallel.parallelize.float8 import check_float8
 from parallel2d.parallel.weights.named_tensors import stepped_by
 
@@ -43,8 +49,8 @@ def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
     """Raise `ConfigError` for conditions that a `Layout` does not show. Collective.
 
-    They are the hosts of the ranks, the capabilities of their devices, their versions of torch, and
-    other holders of the model's parameters.
+    These conditions concern the hosts of the ranks, the capabilities of their devices, their
+    versions of torch, and other holders of the model's parameters.
     """
     check_placement(ranks_of(mesh), topology, config.allow_cross_node)
     check_float8(config.precision, mesh.device_type)
@@ -110,7 +116,7 @@ def _check_axes(mesh: DeviceMesh) -> None:
     for axis in AXES[:2]:
         if axis not in sizes:
             absent.append(axis)
-    # Without names, `mesh_shape` says which it needs.
+    # For a mesh without names, `mesh_shape` raises an error with the required names.
     if "replicate" in sizes and absent:
         raise ConfigError(
             f"the mesh has no axis {absent[0]}: give it one of size 1, as build_mesh does, such as "
@@ -146,9 +152,7 @@ def check_parameters(model: nn.Module) -> None:
     The causes are a gradient hook, a second reference to the parameter or its memory, an update by
     the parameter's own module in forward, and a parameter without a size.
     """
-    names = {}
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
+    names = names_by_id(model.named_parameters())
     for name, parameter in nn.Module.named_parameters(model):
         if id(parameter) not in names:
             raise ConfigError(
@@ -191,7 +195,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{name} has no size yet: run one forward pass of the model before parallelize, or "
             "give its sizes"
         )
-    # Post-accumulate hooks run when the gradient is complete; the others run on each gradient.
+    # Post-accumulate hooks run when the gradient is complete; other hooks run on each contribution.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
             f"{name} has a gradient hook, which would never be called, because sharding "
@@ -256,7 +260,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def check_symmetric_memory(symmetric_memory: bool, device_type: str) -> None:
-    """Raises `ConfigError` for ``symmetric_memory`` on a CPU, where NCCL does not run."""
+    """Raise `ConfigError` for ``symmetric_memory`` on a CPU, where NCCL does not run."""
     if symmetric_memory and device_type == "cpu":
         raise ConfigError(
             "fsdp.symmetric_memory=true needs GPUs with NCCL, and this runs on CPU: use "
@@ -265,7 +269,7 @@ def check_symmetric_memory(symmetric_memory: bool, device_type: str) -> None:
 
 
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
-    """Raise `ConfigError` for ``cpu_offload`` without a use or that would fail.
+    """Raise `ConfigError` for ``cpu_offload`` if it would have no effect or would fail.
 
     It needs an accelerator, a single replica, and a process group with a CPU backend: the norm of
     offloaded gradients, unsharded parameters and checkpoints are collectives of CPU tensors.

@@ -53,15 +53,17 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         return model
     if mesh.device_type == "cpu" and config.forward:
         set_asynchronous_gathers(model, True)
-    # An empty chain would select torch's default, which is one group ahead in backward.
-    if config.backward == 0:
+    ended: list[Group] = []  # groups of the running forward, in the order of their ends
+    engine = engine_of(model)
+    # Groups without an all-gather: modules that only some ranks may run
+    left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
+    # An empty chain would select torch's default, which is one group ahead in backward, by torch's
+    # record of forwards. The record has the groups of `left_out` on some ranks only, and these
+    # ranks would issue all-gathers in another order.
+    if config.backward == 0 or left_out:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_modules_to_backward_prefetch([module])
-    ended: list[Group] = []  # groups of the running forward, in the order of their ends
-    engine = engine_of(model)
-    # Groups without an all-gather, which only some ranks may run
-    left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
     for group in module_groups(model):
         if tuple(group) not in left_out:
             _record(group, ended)
@@ -77,14 +79,14 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         if config.forward:
             _follow_in_forward(model, list(_chains(_in_order_of_begin(once), config.forward)))
         # Backward runs the groups in the reverse order of the ends of their forwards.
-        if config.backward > 1:
+        if config.backward > 1 or (config.backward and left_out):
             for module, later in _chains(once[::-1], config.backward):
                 # An empty chain would select torch's default, so the last group names itself.
                 module.set_modules_to_backward_prefetch(later or [module])
 
     model.register_forward_pre_hook(lambda *_: ended.clear(), prepend=True)
     handle = model.register_forward_hook(set_chains)
-    if config.backward == 1:
+    if config.backward == 1 and not left_out:
         _end_at_first(model, ended)
     _drop_unused(model)
     return model
@@ -128,13 +130,13 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 
 
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
-    """Return the groups in the order of the begins of their forwards.
+    """Return the groups in the order in which their forwards begin.
 
     A group begins before the groups inside it, and ends after them.
     """
     begun: list[Group] = []
     for group in ended:
-        inside = set(chain.from_iterable(module.modules() for module in group))
+        inside = set(chain.from_iterable(map(nn.Module.modules, group)))
         inner = []
         for index, other in enumerate(begun):
             if other[0] in inside:
@@ -162,8 +164,8 @@ def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
 def _drop_unused(model: nn.Module) -> None:
     """Drop parameters that a forward without gradients has prefetched and not used.
 
-    The next forward would take the outdated values for current ones. After a forward with
-    gradients torch drops them at the end of backward.
+    The next forward would use the outdated values. After a forward with gradients torch drops them
+    at the end of backward.
     """
 
     def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -1,7 +1,7 @@
 """Running statistics of BatchNorm.
 
-Each rank computes them from its own samples. A warning reports different statistics, and
-`average_buffers` makes them equal.
+Each rank computes its statistics from its own samples. A warning reports differences between ranks,
+and `average_buffers` makes the statistics equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class RunningStatistics:
         self.differ = self._was_said = False
 
     def before_forward(self, *_: Any) -> None:
-        """Note, without communication, that ranks will differ, or warn once that they do."""
+        """Record, without communication, that the statistics of ranks will differ, or warn once
+        that they differ."""
         if any(norm.training for norm in self._norms.values()):
             self.differ = True
         elif self.differ and not self._was_said and is_first_of(self._mesh):
@@ -66,7 +67,7 @@ class RunningStatistics:
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
     """Register the running statistics of ``model`` for `average_buffers` and the warning.
 
-    The other buffers are registered for the check of each global batch that ranks agree.
+    The other buffers are registered for the comparison of ranks after a global batch.
     """
     norms, others = {}, {}
     for name, module in model.named_modules():
@@ -84,7 +85,7 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:
-    """Make ``twin``, which has the buffers of ``model``, warn under the same conditions."""
+    """Make ``twin``, a copy with the buffers of ``model``, warn under the same conditions."""
     if _STATISTICS in vars(model):
         vars(twin)[_STATISTICS].differ = vars(model)[_STATISTICS].differ
 

@@ -1,10 +1,10 @@
 """Parameters without dimensions or without elements: `replicate_scalars`.
 
 Examples are the temperature of a contrastive loss and adapters of rank 0. `fully_shard` takes
-neither. They are `DTensor`s that are replicated over all axes, so that optimizers, norms, states
-and checkpoints find parameters of one kind. While the model computes, plain tensors on the same
-memory take their places in the modules, and their gradients are averaged over the data ranks
-together with the other gradients.
+neither. These parameters become `DTensor`s that are replicated over all axes, so that optimizers,
+norms, states and checkpoints find parameters of one kind. During forward and backward, plain
+tensors on the same memory replace the `DTensor`s in the modules. Gradients of the plain tensors are
+averaged over the data ranks together with the other gradients.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Scalar:
         whole = [Replicate()] * all_axes.ndim
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
         self._kept = nn.Parameter(value, self._plain.requires_grad)
-        # From now on `model.parameters()` yields the replicated parameter, until `compute` puts the
-        # plain tensor into the modules for a forward and its backward.
+        # After this call `model.parameters()` yields the replicated parameter, except during a
+        # forward and its backward: `compute` then puts the plain tensor into the modules.
         self._put(self._kept)
         is_empty = not local.numel() and local.is_floating_point()
         # A parameter without dimensions adopts the dtype of the other operand.
@@ -122,7 +122,8 @@ class Scalar:
         else:
             mesh, placements = parameter.device_mesh, parameter.placements
             parameter.grad = DTensor.from_local(local, mesh, placements, run_check=False)
-        # Autograd runs such hooks on the plain parameter, which has none, so they are run here.
+        # Autograd would run these hooks on the plain parameter, which has no hooks, so they run
+        # here.
         hooks = parameter._post_accumulate_grad_hooks or {}
         for hook in list(hooks.values()):
             hook(parameter)
@@ -138,24 +139,18 @@ def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places
     ``left_out``: parameters to ignore. Raises `ConfigError` for a complex parameter without
     dimensions, and for a model without any other parameters.
     """
-    to_split = []
-    for parameter in model.parameters():
+    places, has_others = {}, False
+    for parameter, each in places_in(model.modules()).items():
         if parameter not in left_out:
-            to_split.append(parameter)
-    scalars = set()
-    for parameter in to_split:
-        if stays_replicated(parameter):
-            scalars.add(parameter)
-    found = places_in(model.modules())
-    places = {}
-    for parameter, each in found.items():
-        if parameter in scalars:
-            places[parameter] = each
+            if stays_replicated(parameter):
+                places[parameter] = each
+            else:
+                has_others = True
     for parameter, ((_, name), *_) in places.items():
         if parameter.is_complex() and parameter.ndim == 0:
             problem = "is complex and has no dimensions: give it one, torch.zeros(1)"
             raise ConfigError(f"{name} {problem}")
-    if scalars and len(scalars) == len(to_split):
+    if places and not has_others:
         raise ConfigError(
             "the model only has parameters without dimensions or elements: nothing to shard"
         )

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,12 +38,9 @@ from torch.utils._pytree import tree_map
 from parallel2d.base.config import FSDPConfig
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, fsdp_groups
-from parallel2d.parallel.fsdp_internals.sharded_model import (
-    after_backward,
-    collect_grad_tensors,
-)
+from parallel2d.parallel.fsdp_internals.sharded_model import after_backward
 from parallel2d.parallel.mesh import axis_names, mesh_shape, part_group
-from parallel2d.parallel.model_structure import places_in
+from parallel2d.parallel.model_structure import places_in, trained_tensors_in
 from parallel2d.parallel.parallelize.collective_order import CollectiveOrder
 from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.parallelize.precision import Precision
@@ -76,6 +74,7 @@ def shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    shards = mesh_shape(mesh).shard > 1
     replicated = set(layout.replicated_of(model))
     alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
     for modules, policy in layout.groups_of(model):
@@ -88,7 +87,8 @@ def shard(
             # torch treats a list of one module differently: its hooks wait for the whole list.
             modules if len(modules) > 1 else modules[0],
             mesh=alone if modules[0] in replicated and alone is not None else mesh["shard"],
-            mp_policy=policy,
+            # One rank sends nothing, so nothing is rounded to the communication dtype.
+            mp_policy=policy if shards else replace(policy, reduce_dtype=None),
             reshard_after_forward=config.strategy.placement.reshard_after_forward,
             offload_policy=offload,
             ignored_params=ignored or None,
@@ -155,8 +155,9 @@ def synchronize(
     replicated = set(layout.replicated_of(model))
     for group in groups:
         if group.modules[0] in replicated:
-            group.replicate_over(mesh.get_group("shard"))
-    # Their gradients are final at the end of a global batch: they must not delay other buckets.
+            group.replicated_over = mesh.get_group("shard")
+    # The gradients of ``replicate`` modules are final at the end of a global batch, and must not
+    # delay other buckets.
     groups.sort(key=lambda group: group.replicated_over is not None)
     for group in groups:
         is_alone = shard_ranks == 1 or group.replicated_over is not None
@@ -248,7 +249,7 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     """Replace views by tensors with their own autograd nodes; see [Note: views and hooks]."""
     if not torch.is_grad_enabled():
         return output
-    if not any(map(_is_live_view, collect_grad_tensors(output))):
+    if not any(map(_is_live_view, trained_tensors_in(output))):
         return output
     return tree_map(lambda leaf: _OwnTensor.apply(leaf) if _is_live_view(leaf) else leaf, output)
 

@@ -17,8 +17,8 @@ of module names to a torch ``ParallelStyle`` or to a word:
                        rowwise, with unsplit input: follows colwise_gather_output
     embedding_rowwise  rowwise, of an Embedding
 
-The last four words are those of Hugging Face plans. A layer under a word takes and returns unsplit
-activations, except between a colwise Linear and its rowwise Linear.
+The last four words come from Hugging Face plans. A layer with one of these words takes and returns
+unsplit activations, except between a colwise Linear and its rowwise Linear.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import (
     ATOMIC,
     Ties,
+    names_by_id,
     tie_again,
     tied_parameters,
     without_storage,
@@ -252,14 +253,12 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
     Both are split by rows of the common weight. Other ties cannot be completed.
     """
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = name
+    names = names_by_id(model.named_modules())
     for group in tied_parameters(model):
         modules = {}
         for module, _ in group:
             modules[names[id(module)]] = module
-        # A module that is replicated on purpose requires nothing of the others.
+        # A module that is replicated on purpose imposes nothing on other modules.
         split = {words.get(name, "replicate") for name in modules} - {"replicate"}
         if split and split <= {"colwise", "colwise_gather_output"}:
             for name, module in modules.items():
@@ -269,9 +268,7 @@ def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
 
 def _check_ties(model: nn.Module, ties: Ties) -> None:
     """Raise `ConfigError` when the plan splits one tied parameter in different ways."""
-    names = {}
-    for name, module in model.named_modules():
-        names[id(module)] = name
+    names = names_by_id(model.named_modules())
     for group in ties:
         layouts: dict[str, str] = {}
         for module, attribute in group:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import compress
+from itertools import chain, compress
 from operator import ne
 from typing import Any
 
@@ -22,8 +22,8 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup
 from parallel2d.parallel.fsdp_internals.sharded_model import in_backward, was_interrupted
 from parallel2d.parallel.fsdp_internals.tensors import (
     GATHERED_AS,
-    identity_of,
     quick_reads,
+    storage_object,
     storage_of,
     version_of,
 )
@@ -57,10 +57,7 @@ class UnshardedParameters:
         # Storage number -> name of its unsharded parameter, set once the parameter was gathered
         self.storages: dict[int, str] = {}
         self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
-        hooked = []
-        for each in self.groups:
-            for module in each.group.modules:
-                hooked.append(module)
+        hooked = chain.from_iterable(each.group.modules for each in self.groups)
         for module in dict.fromkeys([*hooked, model]):
             # `prepend`: before the post-forward hook of `fully_shard`, which frees the storage.
             # After that hook a clone would read freed memory, and the identity of the storage is
@@ -86,9 +83,9 @@ class UnshardedParameters:
             for each in self.groups:
                 each.refuse_set_data()
         for each in self.groups:
-            # An earlier forward with a pending backward has left the parameters unsharded. They
-            # hold the values before the update. They are released here so that this forward
-            # gathers the updated local shards; FSDP would otherwise skip the all-gather.
+            # An earlier forward with a pending backward has left the parameters unsharded. These
+            # parameters have the values before the update. FSDP would skip the all-gather, so the
+            # parameters are released here, and this forward gathers the updated local shards.
             if each.take_updates() and each.awaits_backward:
                 each.group.release()
 
@@ -96,7 +93,7 @@ class UnshardedParameters:
         """Run after a forward of the model."""
         if torch.is_grad_enabled() or in_backward():
             return
-        # No backward follows: code that reads parameters now gets the sharded ones.
+        # No backward follows: code that reads parameters now gets the sharded parameters.
         for each in self.groups:
             if not each.awaits_backward:
                 each.group.release()
@@ -104,7 +101,8 @@ class UnshardedParameters:
     def changed(self) -> Iterator[FSDPGroup]:
         """Yield the groups that were changed between a forward and its pending backward.
 
-        Their modules hold the sharded parameters again, instead of the outdated unsharded ones.
+        After this call their modules hold the sharded parameters, because the unsharded parameters
+        are outdated.
         """
         for each in self.groups:
             if each.awaits_backward and each.take_updates():
@@ -166,8 +164,8 @@ class _UnshardedGroup:
         # Versions of the sharded parameters: now, and at the last forward with gradients
         self._versions: list[int] = []
         self._recorded: list[int] = []
-        # The sharded parameters, each with its identity
-        self._identities: list[tuple[Tensor, int]] = []
+        # The sharded parameters, each with its storage object
+        self._sharded: list[tuple[Tensor, torch.UntypedStorage]] = []
         self.group.on_gather(self._note)
 
     @property
@@ -191,14 +189,11 @@ class _UnshardedGroup:
         if not self._versions:
             self._versions = self._recorded = self._read()
             parameters = [each.sharded for each in self.group.parameters]
-            self._identities = [(each, identity_of(each)) for each in parameters]
+            self._sharded = [(each, storage_object(each)) for each in parameters]
 
     def _read(self) -> list[int]:
         with quick_reads():
-            found: list[int] = []
-            for each in self.group.parameters:
-                found.append(version_of(each.sharded))
-            return found
+            return [version_of(each.sharded) for each in self.group.parameters]
 
     def take_updates(self) -> bool:
         """Return True if sharded parameters have changed since the last call.
@@ -211,15 +206,13 @@ class _UnshardedGroup:
         versions = self._read()
         if versions == self._versions:
             return False
-        gathered = [each.gathered for each in self.group.parameters]
-        is_new = map(ne, versions, self._versions)
-        self._versions = versions
-        # Tensors of inference mode have no version.
         changed = []
-        for each in compress(gathered, is_new):
-            if each is not None:
-                changed.append(each)
-        torch.autograd.graph.increment_version(e for e in changed if not e.is_inference())
+        for each in compress(self.group.parameters, map(ne, versions, self._versions)):
+            # Tensors of inference mode have no version.
+            if each.gathered is not None and not each.gathered.is_inference():
+                changed.append(each.gathered)
+        torch.autograd.graph.increment_version(changed)
+        self._versions = versions
         return True
 
     def refuse_set_data(self) -> None:
@@ -227,10 +220,8 @@ class _UnshardedGroup:
 
         Scripts set ``.data`` to evaluate averaged weights.
         """
-        for parameter, (noted, identity) in zip(
-            self.group.parameters, self._identities, strict=False
-        ):
-            if parameter.sharded is noted and identity_of(noted) != identity:
+        for parameter, (noted, storage) in zip(self.group.parameters, self._sharded, strict=False):
+            if parameter.sharded is noted and storage_object(noted) is not storage:
                 raise RuntimeError(data_was_set(parameter.name))
 
     def record(self, *_: Any) -> None:

@@ -1,8 +1,8 @@
 """Comparison of tensors that must be equal on all replicas: `ReplicaComparison`.
 
-A single differing bit would stay for the rest of the run, and would be saved. A hash of each group
-of parameters travels with an existing sum over all ranks. Only if hashes differ do ranks exchange
-more, to name the parameter and the rank.
+A single differing bit would stay until the end of the run, and would be saved. A hash of each group
+of parameters is part of an existing all-reduce over all ranks. Only if hashes differ, the ranks
+exchange further data to name the parameter and the rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ReplicaComparison:
         return vector.flatten()
 
     def check(self, summed: Tensor, ranks: int) -> None:
-        """Raise `ConfigError` on every rank if replicas differ. Then collective over the world.
+        """Raise `ConfigError` on every rank if replicas differ. Only in this case collective over
+        the world.
 
         Args:
             summed: the sum of `vector` over all ranks.

@@ -22,7 +22,8 @@ _AVERAGE = "_parallel2d_average"  # attribute of the model
 
 def trained_values(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters by FQN; with ``sync=diloco`` the outer parameters."""
-    # Unsharded parameters of a forward would hide the sharded parameters.
+    # After a forward the modules may hold unsharded parameters, which would hide the sharded
+    # parameters.
     reshard(model)
     parameters = parameters_by_name(model)
     found = {}

@@ -46,9 +46,9 @@ def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Run the model's synchronization after each step of ``optimizer``.
 
     Steps become collective if replicas must exchange updates. `parallel2d.build_optimizer` calls
-    this function. Of several optimizers attach the last to step. Raises `ConfigError` for a model
-    that did not come from `parallel2d.parallelize`, and for an optimizer of unsplit parameters that
-    are updated in parts.
+    this function. If there are several optimizers, attach the optimizer that steps last. Raises
+    `ConfigError` for a model that did not come from `parallel2d.parallelize`, and for an optimizer
+    of unsplit parameters that are updated in parts.
     """
     engine_of(model).updates.attach(optimizer)
 
@@ -62,7 +62,8 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
 
 
 def error_feedback_of(model: nn.Module) -> UpdateFollower:
-    """Return the object with the error feedback of ``model``, or an empty one without."""
+    """Return the object with the error feedback of ``model``; an empty object without error
+    feedback."""
     for engine in engines_in(model):
         if engine.updates.residual_name:
             return engine.updates
@@ -89,14 +90,15 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
 def outer_parameters(model: nn.Module) -> Iterator[None]:
     """Put the parameters that all replicas share into ``model`` inside.
 
-    For validation and export. They differ from the model's parameters with ``sync=diloco``, and
-    with ``train.ema``, which shares the EMA weights.
+    Use this for validation and export. With ``sync=diloco`` these are the outer parameters, and
+    with ``train.ema`` the EMA weights.
     """
     outer, average = outer_sync(model), ema_of(model)
     if outer is None and average is None:
         yield
         return
-    # Unsharded parameters of a forward would hide the sharded ones.
+    # After a forward the modules may hold unsharded parameters, which would hide the sharded
+    # parameters.
     reshard(model)
     shared = nullcontext() if outer is None else outer.outer_parameters()
     with shared, nullcontext() if average is None else average.shown():
@@ -116,7 +118,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     for engine in engines_in(model):
         shared |= engine.updates.shared_values()
         for group in engine.groups:
-            # Frozen parameters have no outer ones.
+            # Frozen parameters have no outer parameters.
             values = {}
             for each in group.parameters:
                 values[each.name] = shared.get(each.name, each.sharded)
@@ -150,7 +152,8 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def finish_updates(model: nn.Module) -> None:
-    """End training: with ``sync=diloco`` run a last outer step with the rest. Collective."""
+    """End training: with ``sync=diloco`` run a last outer step for the steps since the previous
+    one. Collective."""
     outer = outer_sync(model)
     if outer is not None:
         reshard(model)
@@ -166,11 +169,11 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
 
     Args:
         model: the parallelized model.
-        hook: ``hook(state, bucket)`` gets the gradients of this replica, averaged over its shard
-            group, as ``bucket.buffer()``, a flat tensor in the accumulation dtype; `Bucket` has the
-            methods of torch's ``GradBucket``. The hook returns a future of the mean over the
-            replicas, or the mean, or None if it has changed the buffer in place. It runs on every
-            replica for the same buckets in the same order, one bucket at a time.
+        hook: called as ``hook(state, bucket)``. ``bucket.buffer()`` is a flat tensor in the
+            accumulation dtype, with the gradients of this replica, averaged over its shard group.
+            `Bucket` has the methods of torch's ``GradBucket``. The hook returns a future of the
+            mean over the replicas, or the mean, or None if it has changed the buffer in place. The
+            hook runs on every replica for the same buckets in the same order, one bucket at a time.
         state: passed to the hook; default: the process group of the replicate axis.
 
     Raises:
@@ -204,9 +207,10 @@ class HookReduction:
 
     state: Any
     hook: Hook
-    # One: a hook may start further collectives, and all replicas must start collectives in one
-    # order. With two hooks in flight, the second collective of one hook could come before or after
-    # the first collective of the next hook, in a different order on each replica.
+    # One reduction at a time: a hook may start further collectives, and all replicas must start
+    # collectives in one order. With two hooks in flight, the second collective of one hook could
+    # come before or after the first collective of the next hook, in a different order on each
+    # replica.
     most_in_flight: int | None = 1
 
     def start(self, bucket: Bucket) -> list[Wait]:

@@ -26,7 +26,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -43,10 +42,10 @@ from parallel2d.parallel.model_structure import direct_parameters, fqn_of, join_
 from parallel2d.parallel.weights.initial_values import initializer_of, is_unset, no_initializer
 from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 
-# Names of tensor methods: methods that draw, and all methods that write
+# Names of tensor methods: methods that draw random values, and all methods that write
 _DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _WRITES = re.compile(r"__setitem__|(?!requires_grad_|detach_|share_memory_)[a-z]\w*_")
-# The first two run again when values are drawn; the third casts and moves.
+# The first two functions run again when values are drawn; the third function casts and moves.
 _NOT_ITS_OWN = ("reset_parameters", "_reset_parameters", "_apply")
 
 # Attributes of modules: the `_Call` that built it, and the last writing `_Call` per parameter
@@ -77,8 +76,8 @@ _NO_CALL = _Call()  # writer of parameters outside of all constructors
 def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
     """Register parameters on the meta device inside. Yield the modules that are built, in order.
 
-    Buffers stay real, so that tables of a constructor are correct without a second computation. The
-    memory of one parameter is used at a time.
+    Buffers are not on meta, so that tables of a constructor are correct without a second
+    computation. At most one parameter has memory at a time.
 
     A Python profile function (`sys.setprofile`) sees the calls of constructors: torch has hooks for
     the registration of parameters, but none for the construction of modules. A running profiler is
@@ -185,19 +184,17 @@ class _Recorder(TorchFunctionMode):
     def _note_written(self, tensor: Tensor) -> None:
         modules = _constructing()
         if modules is not None:
-            calls = []
-            for module in modules:
-                calls.append(vars(module)[_MADE_BY])
-            self._writers[tensor.untyped_storage()] = next(iter(calls), _NO_CALL)
+            calls = (vars(module)[_MADE_BY] for module in modules)
+            self._writers[tensor.untyped_storage()] = next(calls, _NO_CALL)
 
     def mark_modules(self) -> None:
         """Record the writers of each module's parameters on the module."""
-        alive = filter(None, [reference() for reference in self.built])
-        begun = []
-        for module in alive:
-            if "_modules" in vars(module):
-                begun.append(module)
-        for module in set(chain.from_iterable(each.modules() for each in begun)):
+        found: set[nn.Module] = set()
+        for reference in self.built:
+            built = reference()
+            if built is not None and "_modules" in vars(built):
+                found.update(built.modules())
+        for module in found:
             for name, parameter in direct_parameters(module):
                 writer = self._writers.get(parameter.untyped_storage())
                 if writer is not None:

@@ -4,8 +4,9 @@ Resharding intersects the rectangles of one layout with the rectangles of anothe
 
 [Note: blocks of rows] Quantized state has one scale per block of values. Blocks are parts of the
 rows of the unsharded tensor (a row holds all dims after the first), so a split of the rows cuts no
-block. Their length is a function of the row: the largest power of two up to 256 that divides an
-eighth of it, so that up to eight tensor-parallel ranks cut no block, and 32 for other rows.
+block. The block length is the largest power of two up to 256 that divides an eighth of the row
+length, so that up to eight tensor-parallel ranks cut no block. Rows without such a divisor have
+blocks of 32.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ def _split_like(tensor: Tensor, shape: Sequence[int], held: Region) -> Tensor:
 
 def as_part(local: Tensor, whole: DTensor) -> DTensor:
     """Return ``local`` as this rank's shard of a tensor shaped and placed like ``whole``."""
-    # `from_local` moves to the device of the mesh. The state of offloaded parameters must stay in
-    # CPU memory, where the optimizer runs.
+    # `from_local` would move the tensor to the device of the mesh. The state of offloaded
+    # parameters must stay in CPU memory, where the optimizer runs.
     if local.device.type not in ("meta", whole.device_mesh.device_type):
         with torch.no_grad():
             held = torch.empty_like(whole, dtype=local.dtype, device=local.device)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from parallel2d.parallel.weights.geometry import local_part
 
-# Elements that are hashed at once, in 8 bytes each: on CPU the pieces stay in its cache.
+# Number of elements that are hashed at once, as 8 bytes each; on a CPU these pieces fit into the
+# cache.
 _PIECE, _PIECE_ON_CPU = 2**22, 2**16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,10 +24,8 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return a signed 64-bit hash of this rank's part of each tensor. Any bit changes the hash."""
     if not tensors:
         return []
-    values = []
-    for tensor in tensors:
-        values.append(_hash_of(local_part(tensor.detach())))
-    # One copy from the device for all.
+    values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
+    # One copy from the device for all hashes.
     return list(map(int, torch.stack(values).tolist()))
 
 

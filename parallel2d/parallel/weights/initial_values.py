@@ -46,7 +46,7 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
 
     Raises `ConfigError` for a mixture, and for meta parameters without a seed.
     """
-    # One name of a meta parameter, and one of another parameter.
+    # The name of a meta parameter, and the name of a parameter with values.
     one = {}
     for name, parameter in model.named_parameters():
         one[parameter.is_meta] = name
@@ -66,7 +66,7 @@ _Place = tuple[str, dict[str, Any], str, Tensor]
 
 
 class Part(NamedTuple):
-    """Modules that are initialized together, apart from all others."""
+    """Modules that are initialized together, independently of all other modules."""
 
     # (name, module); children come before their parent, whose initializer may overwrite their
     # values
@@ -165,7 +165,8 @@ class InitialWeights:
                         if is_unset(value):
                             unset.append(place[0])
                 except Exception as error:
-                    # The other ranks wait for values, and get the error after the last exchange.
+                    # The other ranks wait for values, so this rank reports the error after the last
+                    # exchange.
                     fault = fault or error
                     drawn = [torch.zeros(()).expand(target.shape) for _, target in part.targets]
                 values += drawn
@@ -218,7 +219,7 @@ class InitialWeights:
                 loaded.update(map(id, module.modules()))
         blocks = {name: self.blueprint.get_submodule(name) for name in self.blocks}
         in_blocks = loaded.union(
-            map(id, chain.from_iterable(block.modules() for block in blocks.values()))
+            map(id, chain.from_iterable(map(nn.Module.modules, blocks.values())))
         )
         yield from _with_ties(self._split("", self.blueprint, in_blocks))
         for name, block in blocks.items():
@@ -254,7 +255,7 @@ class InitialWeights:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), writes:
                 self._initialize(module, name, seed=0, is_complete=is_complete)
-        # It may read values, or refuse meta tensors.
+        # The initializer reads values, or refuses meta tensors: it is treated as one that writes.
         except Exception:
             writes.found = True
         for _, held, key, on_meta in below:
@@ -268,8 +269,8 @@ class InitialWeights:
     ) -> None:
         """Run the initializers of ``module``.
 
-        ``is_complete`` is True if the parameters below ``module`` belong to its part; None: if none
-        of them is on meta.
+        ``is_complete`` is True if all parameters below ``module`` belong to its part. None: True if
+        none of these parameters is on meta.
         """
         digest = hashlib.sha256(f"{seed}/{fqn_of(name)}".encode()).digest()
 
@@ -288,7 +289,8 @@ class InitialWeights:
             # Classes without a rule in the library still get their own initializer.
             has_values = all(_has_values(value) for _, value in direct_parameters(module))
         # The initializer of a module would write to modules of other parts below it. If the module
-        # owns parameters directly, it must run nevertheless: nothing else sets them.
+        # owns parameters directly, the initializer must run nevertheless, because nothing else sets
+        # these parameters.
         if is_complete is None:
             is_complete = not any(parameter.is_meta for parameter in module.parameters())
         reset = initializer_of(module)
@@ -342,7 +344,7 @@ class _Writes(TorchDispatchMode):
 def _with_ties(
     parts: Iterable[list[tuple[str, nn.Module]]],
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield ``parts`` in their order, with those that share a tensor as one part."""
+    """Yield ``parts`` in their order; parts that share a tensor are merged."""
     merged: list[list[tuple[str, nn.Module]]] = []
     # Tensor id -> index of its part
     holders: dict[int, int] = {}
@@ -412,7 +414,8 @@ def _without_values(tensor: Tensor) -> Tensor:
         missing: complex = torch.nan if dtype.is_floating_point else 0
         return torch.full_like(tensor, missing, device="cpu")
     missing = False
-    # Drawn in 32 bits for every storage dtype: all precisions start from the same values.
+    # Values are drawn in 32 bits for every storage dtype, so that all precisions start from the
+    # same values.
     if dtype.is_complex:
         missing = complex(torch.nan, torch.nan)
         dtype = torch.complex64
@@ -432,7 +435,7 @@ def is_unset(value: Tensor) -> bool:
     """
     if value.is_complex():
         return bool(value.isnan().any())
-    # The minimum is NaN if one value is, and takes no memory.
+    # The minimum is NaN if any value is NaN, and needs no memory.
     if value.is_floating_point():
         return bool(value.numel()) and bool(value.min().isnan())
     # A bool has no spare value to mark it as unset.
@@ -448,8 +451,9 @@ def _has_values(value: Tensor) -> bool:
 
 
 def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by ``function`` of it; tied parameters stay tied."""
-    # `_apply` makes a new parameter at each place of a tied one, so ties are restored afterwards.
+    """Replace every parameter and buffer ``x`` by ``function(x)``; tied parameters stay tied."""
+    # `_apply` makes a new parameter at each place of a tied parameter, so ties are restored
+    # afterwards.
     ties = tied_parameters(model)
     model._apply(function)
     tie_again(ties)

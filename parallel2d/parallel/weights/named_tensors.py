@@ -1,9 +1,9 @@
 """Tensors of a model and its optimizer by fully qualified name (FQN), equal on every layout.
 
-[Note: master values] Some synchronization methods compute with other values than the values of the
-run. With ``sync=diloco`` each replica has different parameters, and with split updates in bf16 all
-replicas compute with rounded parameters. The method keeps the values of the run as master values,
-in addition to the parameters (`MasterValues`).
+[Note: master values] Some synchronization methods compute with values that differ from the values
+of the run. With ``sync=diloco`` each replica has different parameters, and with split updates in
+bf16 all replicas compute with rounded parameters. The method keeps the values of the run as master
+values, in addition to the parameters (`MasterValues`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel2d.base.device import preserve_rng_states
 from parallel2d.base.errors import ConfigError
-from parallel2d.parallel.model_structure import fqn_of, join_names, updated_as
+from parallel2d.parallel.model_structure import (
+    by_fqn,
+    fqn_of,
+    join_names,
+    names_by_id,
+    updated_as,
+)
 from parallel2d.parallel.weights.optimizer_settings import plain_settings
 
 SCALARS = bool | int | float | str
@@ -86,14 +92,11 @@ def register_meeting(model: nn.Module, meeting: Callable[[str], None]) -> None:
 
 
 def meet(model: nn.Module, point: str) -> None:
-    """Wait until all ranks that share parameters of ``model`` have come to ``point``; see
-    [Note: one order of collectives]. Collective. Raises `ConfigError` if one does something else.
+    """Wait until all ranks that share parameters of ``model`` have reached ``point``; see [Note:
+    one order of collectives]. Collective. Raises `ConfigError` if a rank is at another point.
     """
-    found = []
-    for module in model.modules():
-        if module in _meetings:
-            found.append(_meetings[module])
-    for meeting in dict.fromkeys(reference() for reference in found):
+    found = dict.fromkeys(_meetings[each]() for each in model.modules() if each in _meetings)
+    for meeting in found:
         if meeting is not None:
             meeting(point)
 
@@ -113,7 +116,8 @@ def part_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free unsharded parameters after a forward without backward, and restore the sharded ones."""
+    """Free unsharded parameters after a forward without backward, and restore the sharded
+    parameters."""
     for module in model.modules():
         # `reshard` is not recursive: each module frees the parameters of its own group.
         if isinstance(module, FSDPModule):
@@ -159,7 +163,8 @@ def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def refuse_extra_state(model: nn.Module, what: str) -> None:
-    """Raise `ConfigError` if a module of ``model`` has extra state, which ``what`` would lose."""
+    """Raise `ConfigError` if a module of ``model`` has extra state, which the operation ``what``
+    would lose."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ConfigError(
@@ -184,21 +189,13 @@ def custom_hooks(model: nn.Module, attribute: str) -> list[str]:
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> parameter; a tied parameter once, under its first name."""
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        found[fqn_of(name)] = parameter
-    return found
+    return by_fqn(model.named_parameters())
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return FQN -> parameter or buffer; a tied parameter under each of its names."""
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named:
-        tensors[fqn_of(name)] = tensor
-    return tensors
+    parameters = model.named_parameters(remove_duplicate=False)
+    return by_fqn(chain(parameters, model.named_buffers(remove_duplicate=False)))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -221,20 +218,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return further FQNs of tied parameters -> the first FQN, under which they are stored."""
-    names: dict[str, str] = {}
-    for name, first in ties_of(model).items():
-        names[fqn_of(name)] = fqn_of(first)
-    return names
+    return {name: fqn_of(first) for name, first in by_fqn(ties_of(model).items()).items()}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
     """Return `tied_names` with the names of ``model``, including wrapper prefixes."""
-    first = {}
-    for name, parameter in model.named_parameters():
-        first[id(parameter)] = name
-    every = model.named_parameters(remove_duplicate=False)
+    first = names_by_id(model.named_parameters())
     found: dict[str, str] = {}
-    for name, each in every:
+    for name, each in model.named_parameters(remove_duplicate=False):
         if name != first[id(each)]:
             found[name] = first[id(each)]
     return found
@@ -247,14 +238,12 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return FQN -> the tensor that an optimizer updates; see `model_structure.updated_as`."""
-    found: dict[str, nn.Parameter] = {}
-    for name, value in parameters_by_name(model).items():
-        found[name] = updated_as(value)
-    return found
+    found = parameters_by_name(model)
+    return dict(zip(found, map(updated_as, found.values()), strict=True))
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return FQN -> parameter, or its owned part, for each one that ``optimizer`` steps.
+    """Return FQN -> parameter, or its owned part, for each parameter that ``optimizer`` steps.
 
     They are in the order of the model.
     """
@@ -286,9 +275,10 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Share the state of an optimizer that holds it on some ranks only, before it is read.
+    """Send the state of ``optimizer`` to ranks that lack it, before the state is read.
 
-    These are the optimizers of `parallel2d.whole_matrices`; the call is collective then.
+    Only optimizers of `parallel2d.whole_matrices` hold state on some ranks only; for them the call
+    is collective.
     """
     spread = getattr(optimizer, "spread_state", None)
     if spread is not None:
@@ -311,7 +301,8 @@ def drop_state(
     if forget is not None:
         forget(parameters.values())
     for name, parameter in parameters.items():
-        # In place: `join_optimizers` shares the entries of its optimizers.
+        # Change the entries in place, because `join_optimizers` shares the entries of its
+        # optimizers.
         entries = optimizer.state.get(parameter, {})
         for key in entries.keys() - set(loaded.get(name, ())):
             del entries[key]
@@ -343,7 +334,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     for name, parameter in trained_parameters(model, optimizer).items():
         names[id(parameter)] = name
         entries = optimizer.state.get(parameter, {})
-        # Tensors are in `optimizer_tensors`; other types are not saved.
+        # `optimizer_tensors` returns the tensors; other types are not saved.
         plain = {}
         for key, value in entries.items():
             if isinstance(value, SCALARS):

@@ -70,7 +70,8 @@ def match_settings(
         # A group without parameters matches the stored group at its index.
         if not listed and len(stored) == len(names) and not stored[number][1]:
             indices = [number]
-        # Each once, in the order of the parameters here: the first stored group decides.
+        # Each stored group once, in the order of the optimizer's parameters: the first stored group
+        # decides.
         given = []
         for index in dict.fromkeys(indices):
             given.append(stored[index][0])
@@ -133,7 +134,7 @@ def _problems(
                 )
         current = group.get(key)
         if isinstance(current, tuple):
-            # For example betas; a state that has been JSON has lists.
+            # For example betas; a state from JSON has lists instead of tuples.
             if not isinstance(value, tuple | list) or len(value) != len(current):
                 yield f"its {key} is {value!r:.60}, not a list of {len(current)}"
         elif isinstance(current, Number | Tensor) and not isinstance(value, Number):

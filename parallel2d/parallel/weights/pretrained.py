@@ -55,13 +55,10 @@ def has_weights(path: str) -> bool:
     """Return True if the folder holds safetensors. Raise `ConfigError` if it holds only pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
-    pickled = []
-    for name in _PICKLED:
-        if _has(path, name):
-            pickled.append(name)
-    if pickled:
+    pickled = next((name for name in _PICKLED if _has(path, name)), None)
+    if pickled is not None:
         raise ConfigError(
-            f"{path} holds {pickled[0]} and no safetensors: a pickle can run code, so it is not "
+            f"{path} holds {pickled} and no safetensors: a pickle can run code, so it is not "
             "read; save the model again with safe serialization, or set model.load_weights=false"
         )
     return False
@@ -89,11 +86,7 @@ class _Target(NamedTuple):
     spellings: list[str]
 
     def stored_names(self, stored: Mapping[str, _Stored]) -> list[str]:
-        names: list[str] = []
-        for name in self.spellings:
-            if name in stored:
-                names.append(name)
-        return names
+        return list(filter(stored.__contains__, self.spellings))
 
 
 @torch.no_grad()
@@ -123,7 +116,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     headers = read_headers(path)
     plain, adapted = adapters.base_of(model)
     # Prefix of the base's names in a ``transformers`` model with a head, and in this model. The
-    # latter is "" for a model without a head, which is all base.
+    # second prefix is "" for a model without a head, because the complete model is the base.
     name = getattr(plain, "base_model_prefix", None) or ""
     prefix = f"{name}."
     base = prefix if isinstance(getattr(plain, name, None), nn.Module) else ""
@@ -140,7 +133,8 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
             if target.spellings:
                 missing.append(target.names[0])
             continue
-        # A tied parameter may be stored under each name: one is read, and all count as read.
+        # A tied parameter may be stored under each of its names: one tensor is read, and all names
+        # count as read.
         read.update(chain.from_iterable(stored[name].parts for name in names))
         found.update(target.names)
         value = stored[names[0]]
@@ -151,7 +145,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
         else:
             problem = f"has shape {value.shape}, the model's is {shape}"
             problems.append(f"{printable(names[0])} {problem}")
-    # All of the base is required, except adapters that the caller fills.
+    # All parameters of the base are required, except adapters that the caller fills.
     required = [name for name in missing if name.startswith(adapted + base)]
     problems += _lacking(model, required, fresh, targets)
     if problems:
@@ -162,7 +156,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
 
 def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
-    # The rest is a new head and adapters, which have initial values.
+    # Only a new head and adapters remain, which have initial values.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
     if unread:
@@ -200,7 +194,8 @@ def _lacking(
     left_to_caller: set[str] = set()
     for pattern in fresh:
         matching = fnmatch.filter(names, pattern)
-        # Otherwise a misspelt pattern would show as a missing parameter, or not at all.
+        # Without this error, a misspelt pattern would be reported as a missing parameter, or not at
+        # all.
         if not matching:
             raise ConfigError(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
@@ -224,11 +219,7 @@ def _find_stored(
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})
     # The library builds a second model to find its names, which takes time.
-    wanted = []
-    for target in targets:
-        if target.spellings:
-            wanted.append(target)
-    if all(target.stored_names(stored) for target in wanted):
+    if all(target.stored_names(stored) for target in targets if target.spellings):
         return stored
     try:
         forms = huggingface.stored_forms(model, headers)
@@ -342,5 +333,5 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
             wanted: Any = kept.intersect(piece)  # never None: rows that this rank needs
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
-            # Freed before the next piece is read, so that only one is held.
+            # Freed before the next piece is read, so that only one piece is in memory.
             del values

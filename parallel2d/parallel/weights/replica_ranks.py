@@ -1,5 +1,5 @@
-"""Work that the ranks of a replica divide: `deal`, and the values that each rank sends to the local
-shards of the others: `ReplicaRanks`.
+"""Division of work among the ranks of a replica (`deal`), and transfer of the resulting values to
+the local shards (`ReplicaRanks`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def deal(sizes: Sequence[int], ranks: int) -> Iterator[list[list[int]]]:
 class _Piece(NamedTuple):
     """A rectangle of a tensor."""
 
-    number: int  # of the tensor, among the tensors of its owner
+    number: int  # index of the tensor among the tensors of its owner
     tensor: Tensor  # the target, with this rank's local shard
     region: Region
 
@@ -96,8 +96,7 @@ class ReplicaRanks:
                 gathered = exchange.all_gather(found, self._mesh.get_group(axis))
                 found = {}
                 for part in gathered:
-                    for rank, each in part.items():
-                        found[rank] = each
+                    found |= part
         return found
 
     @torch.no_grad()

@@ -37,8 +37,8 @@ from parallel2d.parallel.weights.unsharded_tensors import Route, fill
 class WeightSource:
     """The initial weights of a model.
 
-    They are the model's own weights, the weights of one rank, or, for a model on meta, values that
-    are drawn from a seed or set by its constructor; see [Note: constructors that initialize].
+    The weights are the model's own, the weights of one rank, or for a model on meta values from a
+    seed or from its constructor; see [Note: constructors that initialize].
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class WeightSource:
                 return
             self._build(mesh, topology)
             route = route_in_replica(mesh)
-        # Buffers too: other ranks may have them on meta. Tied tensors are sent once.
+        # Buffers are sent too, because other ranks may have them on meta. Tied tensors are sent
+        # once.
         pairs = {}
         for name, each in here.items():
             pairs[id(each)] = (each, self._received.get(name))
@@ -156,7 +157,7 @@ class WeightSource:
     def _build(self, mesh: DeviceMesh, topology: Topology) -> None:
         """Build the model with real weights on the first rank of each replica. Collective.
 
-        Raises `ConfigError` on every rank if one of them fails or gets different weights.
+        Raises `ConfigError` on every rank if a rank fails or gets different weights.
         """
         assert self._construct is not None
         rank, builders = dist.get_rank(), ranks_of(mesh)[:, 0, 0, 0].tolist()
@@ -169,7 +170,7 @@ class WeightSource:
                 f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
                 f"and {free:.3g} are free; set model.init (init=), called module by module"
             )
-        # Before any rank allocates memory.
+        # Check before any rank allocates memory.
         _raise_any(problem)
         if rank in builders:
             try:
@@ -233,11 +234,8 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
 
 
 def _refuse_sparse(model: nn.Module, source: int) -> None:
-    """Raise `ConfigError` on every rank if a tensor of one is sparse. Collective."""
-    sparse = []
-    for name, each in all_tensors(model).items():
-        if each.layout != torch.strided:
-            sparse.append(name)
+    """Raise `ConfigError` on every rank if a rank has a sparse tensor. Collective."""
+    sparse = [name for name, each in all_tensors(model).items() if each.layout != torch.strided]
     problem = None
     if sparse:
         problem = (

@@ -4,10 +4,10 @@
 `load_sharded_state` and `load_state` load them. `Checkpointer` writes states that outlive the
 process.
 
-``torch.distributed.checkpoint.state_dict`` is not used. To read an optimizer's state, its functions
-run a step if the state is empty, and they do not find parameters that a replica updates in part. To
-set a state, they send a pickle, give every rank each unsharded parameter, and may find a mismatch
-after they have written some tensors.
+``torch.distributed.checkpoint.state_dict`` is not used. Its functions for reading run an optimizer
+step if the state is empty, and do not find parameters that a replica updates in part. Its functions
+for loading send a pickle, give every rank each unsharded parameter, and may find a mismatch after
+writing some tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.base.errors import ConfigError, first_five
 from parallel2d.base.exchange import among, broadcast, leader, sendable
-from parallel2d.parallel.model_structure import fqn_of
+from parallel2d.parallel.model_structure import by_fqn
 from parallel2d.parallel.weights.geometry import scales_like, scales_shape
 from parallel2d.parallel.weights.named_tensors import (
     all_tensors,
@@ -246,13 +247,11 @@ def load_full_state(
 
 
 def _part_of(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = {}
-    for kind in ("model", "optimizer"):
-        given[kind] = state.get(kind) or {}
     found: dict[str, Any] = {}
-    for kind, value in given.items():
-        if name in value:
-            found[kind] = value[name]
+    for kind in ("model", "optimizer"):
+        given = state.get(kind) or {}
+        if name in given:
+            found[kind] = given[name]
     return found
 
 
@@ -312,7 +311,7 @@ def _load(
     new_settings: list[Settings] = []
     described: dict[str, dict[str, Any]] = {}
     if source is None or dist.get_rank() == source:
-        # All problems at once, because a state of another model has many.
+        # All problems are collected first, because the state of another model has many.
         tensors, problems = _match_model(model, state)
         if optimizer is not None:
             given = state.get("optimizer")
@@ -348,9 +347,7 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         elif state:
             problem += f", but {first_five(list(map(str, state)), ', ')}"
         return {}, [problem]
-    tensors = {}
-    for name, tensor in given.items():
-        tensors[fqn_of(name)] = tensor
+    tensors = by_fqn(given.items())
     here = model_tensors(model)
     problems = []
     for name in here:
@@ -389,17 +386,13 @@ def _match_optimizer(
 ) -> tuple[Entries, list[Settings], list[str]]:
     """Return entries of ``state`` by FQN, new settings per group of ``optimizer``, and problems.
 
-    Settings are {} for a group that keeps its own.
+    Settings are {} for a group that keeps its current settings.
     """
     if state is None:
         return {}, [], ["it has no optimizer"]
-    names = []
-    for group in describe_optimizer(model, optimizer)["groups"]:
-        names.append(group["parameters"])
+    names = list(map(itemgetter("parameters"), describe_optimizer(model, optimizer)["groups"]))
     all_names = list(chain.from_iterable(names))
-    listed = []
-    for group in state["param_groups"]:
-        listed.append(group["params"])
+    listed = list(map(itemgetter("params"), state["param_groups"]))
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
         # Numbers count through the groups, so they match only if groups have equal sizes.
@@ -409,9 +402,8 @@ def _match_optimizer(
             return {}, [], [f"{problem}; call them by name with rekey_optimizer_state"]
         state = rekey_optimizer_state(state, key="name", names=all_names)
     entries: Entries = state["state"]
-    unknown = sorted(entries.keys() - set(all_names))
     problems = []
-    for name in unknown:
+    for name in sorted(entries.keys() - set(all_names)):
         problems.append(f"{name} is in its optimizer and not in this one")
     given: dict[str, Any] = {}
     for name, values in entries.items():
@@ -504,7 +496,7 @@ def new_state_tensor(
     device = torch.device("cpu")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")
-        # By id, since `in` would compare the values of tensors.
+        # Compare ids, because `in` would compare the values of tensors.
         on_device = on_device or (shares_state and shape)
         if on_device and id(parameter) in map(id, group["params"]):
             device = parameter.device

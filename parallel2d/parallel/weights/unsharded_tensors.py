@@ -42,8 +42,8 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
     if not keep:
         return None
     whole = whole.detach().to("cpu" if cpu else whole.device)
-    # With one rank, or for a plain tensor, this may be the tensor's own storage, and a change of
-    # one would change the other.
+    # With one rank, or for a plain tensor, the result may share the storage of ``tensor``: a write
+    # to one tensor would change the other.
     if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         return whole.clone()
     return whole
@@ -54,7 +54,7 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
     """Copy this rank's part of ``other`` into ``tensor``.
 
     ``other`` has the same unsharded shape, on any device. Collective if ``other`` is a `DTensor`
-    with another split: it is redistributed, or, on another mesh, unsharded for a moment.
+    with another split: it is redistributed, or, on another mesh, temporarily unsharded.
     """
     if isinstance(other, DTensor):
         # torch redistributes on one mesh only.
@@ -99,7 +99,7 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
                 values = values.contiguous()
             else:
                 bytes_ = piece.numel * size
-                # Tensors may be on several devices, for example offloaded ones.
+                # Tensors may be on several devices, for example if some are offloaded.
                 if buffer.device != local.device or buffer.numel() < bytes_:
                     buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
                 values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
@@ -126,8 +126,8 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Unshard the parameters of a parallelized model, or of one of its modules, inside. Collective.
 
-    They are plain tensors. Call neither forward nor backward inside: hooks expect sharded
-    parameters.
+    Inside, the parameters are plain tensors. Call neither forward nor backward inside, because
+    hooks expect sharded parameters.
 
     Args:
         model: the model or module.
@@ -135,8 +135,8 @@ def summon_full_params(
         writeback: keep changes: each rank takes its local shard from its own copy (copies must be
             equal on all ranks), or, with ``rank0_only``, from rank 0's copy. False: changes are
             dropped.
-        rank0_only: the other ranks keep their sharded parameters. They need the memory of one
-            unsharded parameter during its all-gather.
+        rank0_only: the other ranks keep their sharded parameters. During its all-gather, each
+            unsharded parameter also needs memory on these ranks.
         offload_to_cpu: move unsharded tensors to CPU memory one by one.
         with_grads: unshard ``.grad`` too, and write it back like the parameters.
 
@@ -158,12 +158,13 @@ def summon_full_params(
     wholes = {}
     for parameter in places:
         wholes[parameter] = _gather(parameter, keep=keep, cpu=offload_to_cpu, grads=with_grads)
-    # Only after all gathers: if one fails, the model is unchanged.
+    # The model changes only after all gathers: if a gather fails, the model is unchanged.
     _show(places, wholes)
     try:
         yield
     finally:
-        # Also after an error inside: a step needs sharded parameters in every module.
+        # Restore also after an error inside, because a step needs sharded parameters in every
+        # module.
         _show(places, dict(zip(places, places, strict=True)))
         if writeback:
             with among(part):
@@ -202,13 +203,10 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     They are ``model`` (FQN ``""``) and the modules of each bucket.
     """
     # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
-    every = []
-    for name, module in model.named_modules():
-        every.append((fqn_of(name), module))
     modules: list[tuple[str, nn.Module]] = []
-    for name, module in every:
+    for name, module in model.named_modules():
         if issubclass(type(module), FSDPModule):
-            modules.append((name, module))
+            modules.append((fqn_of(name), module))
     return modules
 
 
@@ -219,13 +217,13 @@ _MARK = "_summoned_whole"
 def _show(places: Places, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
     for parameter, owners in places.items():
         for module, name in owners:
-            # Not `setattr`, which a module may override.
+            # A module may override `setattr`, so write to the dict.
             module._parameters[name] = shown[parameter]
 
 
 @torch.no_grad()
 def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.Parameter:
-    """Return the unsharded parameter, or ``sharded`` itself without ``keep``. Collective."""
+    """Return the unsharded parameter; ``sharded`` itself if ``keep`` is False. Collective."""
     tensor = gather_tensor(sharded, keep=keep, cpu=cpu)
     gradient = None
     if grads and sharded.grad is not None:
@@ -244,7 +242,8 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
 def _write_back(
     wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
 ) -> None:
-    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded one."""
+    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded
+    parameter."""
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return

@@ -1,5 +1,5 @@
-"""`Checkpointer`: decides when a run saves, which checkpoint it resumes from, and how it handles
-failed saves.
+"""`Checkpointer`: decides when a run saves, which checkpoints are kept (``keep_last``,
+``keep_best``), which checkpoint the run resumes from, and how failed saves are handled.
 
 Every decision depends only on values that all ranks have, or is made by rank 0 and broadcast.
 """
@@ -70,7 +70,7 @@ from parallel2d.training.checkpoint.storage import (
 log = logging.getLogger(__name__)
 
 _POINT = "saves or restores a checkpoint"  # at which all ranks meet
-BEST = "best.json"  # in the folder of the checkpoints: names the best one
+BEST = "best.json"  # file in the folder of the checkpoints with the step of the best checkpoint
 
 
 def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
@@ -96,8 +96,8 @@ class Checkpointer:
         layout: facts for the manifest: numbers, strings, lists and dicts.
         copies: the result of `in_memory_checkpoints` for the same ``config``; None: no in-memory
             checkpoints.
-        more_state: called before each save with its ``state``; returns entries that replace those
-            in it. It may be collective.
+        more_state: called before each save with its ``state``; returns entries that replace entries
+            of ``state``. It may be collective.
 
     Attributes:
         blocked_s: seconds for which the last `save_if_due` blocked the loop.
@@ -137,7 +137,7 @@ class Checkpointer:
                 optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
             )
         self.group = Group.new(mesh)
-        # A save in a thread has its own group. The decision of a step needs a second one, because
+        # A save in a thread has its own group. The decision of a step needs a second group, because
         # the messages of two collectives that run at the same time on one group would mix.
         self._votes = Group.new(mesh) if config.enabled and config.every_minutes else None
         own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
@@ -184,9 +184,10 @@ class Checkpointer:
         """Restore model, optimizer and random generators according to ``config.resume``.
 
         ``auto`` loads the newest complete checkpoint of this run after verification, and skips
-        damaged ones with a warning that gives the reason. ``never`` moves existing checkpoints
-        aside. A path is loaded as given; if it belongs to another run and this run already has
-        checkpoints (it was restarted), the run's own checkpoints take precedence. Collective.
+        damaged checkpoints with a warning that gives the reason. ``never`` moves existing
+        checkpoints aside. A path is loaded as given; if it belongs to another run and this run
+        already has checkpoints (it was restarted), the run's own checkpoints take precedence.
+        Collective.
 
         Args:
             restarted: these workers replace earlier workers of the same run, or the run returns to
@@ -422,7 +423,8 @@ class Checkpointer:
         state = {**state, **self._more_state(state)}
         # Unsharded parameters of a forward would hide the sharded parameters.
         reshard(self.model)
-        # Without this the files would combine one rank's mean with another rank's variance.
+        # Without `average_buffers` the files would combine one rank's mean with another rank's
+        # variance.
         average_buffers(self.model)
         described, optimizer = {}, self.optimizer
         if optimizer is not None:
@@ -460,7 +462,7 @@ class Checkpointer:
         """Rank 0: record the best checkpoint, and delete the checkpoints beyond ``keep_last``.
 
         Runs after publication only. The newest checkpoint was read back before it was published, so
-        a deletion never removes the last intact one.
+        a deletion never removes the last intact checkpoint.
         """
         config = self.config
         try:

@@ -30,7 +30,7 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
     if the file cannot be written.
     """
     content = full_state(model, optimizer, key_by="id") | extra
-    # Before the file is published: every rank has gathered the whole state.
+    # Called before the file is published, when every rank has gathered the whole state.
     group = _ranks_of(model)
     group.all_gather(None)
 
@@ -44,9 +44,9 @@ def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) ->
     """Load a file that `save_full` or a script in one process wrote: a dict with both states, or
     only the model's state dict.
 
-    Returns the rest of the dict on every rank. Rank 0 reads, tensor by tensor, and executes no code
-    in the file. Collective. Raises `ConfigError` on every rank if the file cannot be read, and as
-    `load_full_state`.
+    Returns all other entries of the dict on every rank. Rank 0 reads, tensor by tensor, and
+    executes no code in the file. Collective. Raises `ConfigError` on every rank if the file cannot
+    be read, and as `load_full_state`.
     """
     content: dict[str, Any] = {}
 

@@ -157,7 +157,7 @@ class InMemoryCheckpoints:
         self._group.stay()
         self._sources, self._opened = {}, ()
         answers = self._group.all_gather((self._group.rank, self.on, self._copies()))
-        # A rank that started later has not seen earlier errors.
+        # A rank that started later does not know of earlier errors.
         self.on = all(is_on for _, is_on, _ in answers)
         if self.on:
             found = {}
@@ -340,7 +340,7 @@ class InMemoryCheckpoints:
         has_state: bool,
         fault: Exception | None,
     ) -> None:
-        """Write the staged state in a thread, and wait until all ranks have written theirs.
+        """Write the staged state in a thread, and wait until all ranks have written their state.
         ``has_state``: False in a joining replica, which writes nothing."""
 
         def write() -> None:
@@ -466,14 +466,8 @@ def _changed_by_updates(state: SavedState) -> set[str]:
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
     """Choose a copy for ``rank`` in this order: the copy that this rank has written, which contains
     its random state; a copy that it can read; a copy of another rank, with senders in turn."""
-    here = []
-    for source in sources:
-        if source[0] == rank:
-            here.append(source)
-    own = []
-    for source in here:
-        if f"/rank-{rank:05d}/" in source[1]:
-            own.append(source)
+    here = [source for source in sources if source[0] == rank]
+    own = [source for source in here if f"/rank-{rank:05d}/" in source[1]]
     return (own or here or [sources[rank % len(sources)]])[0]
 
 
@@ -497,7 +491,8 @@ def open_place() -> str:
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
-            # For a shared folder like /tmp, private permissions would exclude all other users.
+            # The folder may be shared, like /tmp: private permissions would exclude all other
+            # users.
             if stat.S_ISDIR(mode) and mode & 0o022:
                 raise PermissionError(
                     errno.EPERM, "other users may write to it; use a folder inside it", path

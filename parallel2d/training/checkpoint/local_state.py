@@ -36,7 +36,7 @@ from parallel2d.training.checkpoint.manifest import (
 from parallel2d.training.checkpoint.storage import step_name
 
 STATE = "state.safetensors"
-_ROOM = 2**16  # bytes of spare room: numbers in the header and generator states may grow
+_ROOM = 2**16  # spare bytes: numbers in the header and generator states may grow
 
 
 class Part(NamedTuple):
@@ -76,7 +76,7 @@ class Staging:
     [Note: copies next to training] The copies of tensors on a device run on a separate stream. The
     host waits for them only in `wait`, which a thread may call. Tensors that nothing but the
     optimizer changes are still read while the next forward and backward run: `before_update` makes
-    the optimizer wait. The current stream waits at once for the copies of all other tensors.
+    the optimizer wait. For the copies of all other tensors the current stream waits immediately.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Staging:
         return staged
 
     def before_update(self) -> None:
-        """Make the current stream wait for the copies of the tensors that it changes next."""
+        """Make the current stream wait for the copies of the tensors that the update changes."""
         if self._is_read and self._stream is not None:
             current_stream(self._locked_for).wait_stream(self._stream)
         self._is_read = False

@@ -40,8 +40,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Keys that are stored without conversion, and keys with an object as their value.
 PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
-# Dicts that a manifest keeps, and the keys that mark them in JSON. A namedtuple or a defaultdict
-# has more than its items, so it is refused.
+# Dicts that a manifest keeps, and the keys that mark them in JSON. Other dict types, such as a
+# defaultdict, and namedtuples have more state than their items, and are refused.
 _DICTS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
 _MARKED = {mark: kind for kind, mark in _DICTS.items()}
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
@@ -134,7 +134,8 @@ class Manifest:
                 files[name] = StoredFile(item["bytes"], item["sha256"])
             tensors, stored = {}, content["tensors"]
             tensor_file.check_number(len(stored), what)
-            # One at a time, because memory could not hold both forms of all of them.
+            # Entries are converted one at a time, because memory could not hold both forms of all
+            # entries.
             for name in list(stored):
                 tensors[name] = _decode_tensor(name, stored.pop(name), files, what, local)
             for name, other in content["tied"].items():
@@ -375,7 +376,7 @@ def to_json(value: Any, place: str) -> Any:
     """
     kind = type(value)
     match value:
-        case Enum():  # also one that is a number or a string
+        case Enum():  # also an Enum that is a number or a string
             pass
         case float() if not math.isfinite(value):
             return {"$float": str(float(value))}
@@ -392,7 +393,7 @@ def to_json(value: Any, place: str) -> Any:
             pairs = []
             for key, item in value.items():
                 pairs.append([key, to_json(item, f"{place}.{key}")])
-            # A key of the caller such as $tuple must not be read as one of ours.
+            # A key of the caller such as $tuple must not be read as a marker of this file.
             is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
             if kind is dict and is_plain:
                 return dict(pairs)

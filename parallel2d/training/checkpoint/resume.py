@@ -106,8 +106,9 @@ class Resume:
         return self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
-        """Move aside the checkpoints that the run does not continue from: later ones than the
-        chosen one, damaged ones, and ones that another start has written since. Collective."""
+        """Move aside the checkpoints that the run does not continue from: checkpoints after the
+        chosen step, damaged checkpoints, and checkpoints that another start has written since.
+        Collective."""
         if self.config.enabled:
             for step in self._own_steps():
                 if step not in self.seen:
@@ -115,7 +116,7 @@ class Resume:
 
         def move() -> None:
             for step, why in self._aside.items():
-                # Damaged checkpoints are only in the way of a run that writes checkpoints.
+                # Damaged checkpoints disturb only a run that writes checkpoints.
                 if why == _DAMAGED and not self.config.enabled:
                     continue
                 try:
@@ -134,7 +135,8 @@ class Resume:
         return own
 
     def _newest(self, own: list[int], copies: list[int], load: str) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint on disk or in memory; in memory if both have the step.
+        """Load the newest intact checkpoint on disk or in memory. If both have this step, load it
+        from memory.
 
         Returns None if only weights were loaded, or if only in-memory checkpoints existed and all
         of them were damaged.
@@ -212,8 +214,8 @@ class Resume:
         data = self.group.on_first(lambda: _read_manifest(path, follow))
         folder = open_folder(path)
         checkpoint = Checkpoint(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
-        # Sorted by size and dealt out in turn, the files are about the same number of bytes per
-        # rank.
+        # The files are sorted by size and assigned to the ranks in turn, so that all ranks read
+        # about the same number of bytes.
         sizes = {name: file.bytes for name, file in checkpoint.manifest.files.items()}
         files = sorted(sizes, key=lambda name: -sizes[name])
         self.group.agree(lambda: checkpoint.verify(files[self.group.rank :: self.group.size]))
@@ -264,7 +266,7 @@ class Resume:
 
 
 def check_resume(path: str) -> None:
-    """Raises `ConfigError` where ``checkpoint.resume`` names a folder of this machine that does not
+    """Raise `ConfigError` if ``checkpoint.resume`` names a folder of this machine that does not
     exist."""
     if path not in ("auto", "never") and not is_remote(path):
         _find(path)

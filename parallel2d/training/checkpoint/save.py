@@ -1,10 +1,10 @@
 """One save on all ranks: `plan_writes` assigns every element to one rank, `take` copies this rank's
 share to CPU, and `write_checkpoint` writes and publishes it. `Checkpointer` decides when to save.
 
-The training loop waits only for staging. The rest may run in a thread, because it communicates over
-a separate process group. Rank 0 creates the folder, all ranks write their files and report to rank
-0, which writes the manifest, renames the folder and broadcasts the result. Therefore every rank
-raises the same error.
+The training loop waits only for staging. The write may run in a thread, because it communicates
+over a separate process group. Rank 0 creates the folder, all ranks write their files and report to
+rank 0, which writes the manifest, renames the folder and broadcasts the result. Therefore every
+rank raises the same error.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Group:
         return cls(patient_group(_TIMEOUT, part))
 
     def stay(self) -> None:
-        """Fix the membership: all later calls raise `ReplicaLost` once a replica fails that is
-        alive now."""
+        """Fix the membership: all later calls raise `ReplicaLost` after the failure of a replica
+        that is now alive."""
         stay_in_quorum(self.group)
 
     def log(self, text: str, level: int = logging.INFO) -> None:
@@ -158,10 +158,10 @@ class SavedState:
 def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
     """Yield the parts that this rank writes. Over all ranks, every element is written once.
 
-    The assignment needs no communication: every rank computes the same one from the order of
+    The assignment needs no communication: every rank computes the same assignment from the order of
     ``tensors``, their placements and the mesh coordinates. A rectangle goes to the holder with the
-    fewest bytes so far, or in parts of at least `PART_BYTES` to several holders: the bytes are
-    even over the ranks, and the manifest stays small.
+    fewest bytes so far, or in parts of at least `PART_BYTES` to several holders: the bytes are even
+    over the ranks, and the manifest stays small.
     """
     # Mesh axes -> bytes assigned so far to each of the ranks that hold the same rectangles.
     loads: dict[tuple[str, ...], list[int]] = {}

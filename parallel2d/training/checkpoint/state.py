@@ -123,8 +123,9 @@ def check_model(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> list[
 def check_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
-    """Compare the optimizer with the stored one, and report each difference as `check_model` does.
-    Settings such as lr do not count as differences: the running configuration decides about them.
+    """Compare the optimizer with the stored optimizer, and report each difference as `check_model`
+    does. Settings such as lr do not count as differences: the running configuration decides about
+    them.
     """
     lines = []
     stored = checkpoint.manifest.optimizer
@@ -152,7 +153,8 @@ def check_optimizer(
 
 
 def list_differences(lines: Sequence[str]) -> str:
-    """Join the lines, indented; of a long list, show the first ones and count the rest."""
+    """Join the lines, indented; show the first lines of a long list, and the number of all
+    others."""
     shown = []
     for line in lines[:_SHOWN]:
         shown.append(f"  {line}")
@@ -283,7 +285,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
     found = {STEPS: torch.tensor([outer.steps, outer.finished_after])}
     found |= _under("sync/momentum", outer.momenta)
     for name, parameter in outer.parameters.items():
-        # A mean that has been received, and is applied when the delay has passed.
+        # A received mean, which is applied at the end of the delay.
         if parameter.mean is not None:
             found[f"sync/mean/{name}"] = parameter.mean
     return found
@@ -344,7 +346,8 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
-    """Load the error-feedback buffers so that they count as much for the next mean as before.
+    """Load the error-feedback buffers. Their weight in the next mean is the same as before the
+    save.
 
     A replica continues with its own buffers. If the number of replicas has changed, each replica
     starts with an equal share of the sum over all buffers in the checkpoint.
@@ -445,7 +448,7 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
         torch.set_rng_state(found["torch"])
         version, *numbers = found["python"].tolist()
         random.setstate((version, tuple(numbers), _cached(found["python_gauss"])))
-        # A rank without an accelerator has saved no state of one, and NumPy may use another
+        # A rank without an accelerator has saved no accelerator state, and NumPy may use another
         # generator class.
         kind = accelerator_type()
         if "accelerator" in found and kind != "cpu":

@@ -1,5 +1,5 @@
 """The folder with all checkpoints of a run: `open_store` returns the store that writes and
-publishes new checkpoints, deletes old ones and moves damaged ones aside.
+publishes new checkpoints, deletes old checkpoints and moves damaged checkpoints aside.
 
 [Note: atomic publication] A checkpoint is written where no reader looks for one. On a file system
 with renames this place is a sibling folder ``.saving-...``: every file is flushed to disk and read
@@ -31,7 +31,7 @@ _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _PIECE = 2**24  # bytes, small enough that hashing overlaps with the disk's writes
 
 Blocks = Iterable[bytes | memoryview]
-_TOKEN_S = 3600.0  # age after which no rank reads the file that proves a shared folder
+_TOKEN_S = 3600.0  # age of a shared-folder test file that no rank reads any more
 
 
 class CheckpointError(PlainError):
@@ -70,7 +70,8 @@ def open_store(root: str) -> Store:
 
 
 def find_checkpoint(path: str) -> str:
-    """Resolve ``path`` to a checkpoint: itself, or the newest one of a run or store folder."""
+    """Resolve ``path`` to a checkpoint: ``path`` itself, or the newest checkpoint of a run or store
+    folder."""
     if os.path.isfile(path):
         return path
     for root in (path, f"{path.rstrip('/')}/checkpoints"):
@@ -96,7 +97,7 @@ def _is_old_token(path: str) -> bool:
 
 
 class LocalStore:
-    """A store on a file system with atomic renames of folders (any local one, NFS, Lustre).
+    """A store on a file system with atomic renames of folders (any local file system, NFS, Lustre).
 
     Args:
         durable: flush and read back every file. False for a store in memory, where neither can
@@ -159,8 +160,9 @@ class LocalStore:
         self.write(place, MANIFEST, [manifest])
         # The order of these calls is the publication. The manifest is written last. The folder is
         # flushed before the rename, because a file system may otherwise persist the rename before
-        # the names of the files, and a crash would leave a published checkpoint without them. The
-        # root is flushed after the rename, because the save counts as done once this returns.
+        # the names of the files, and a crash would leave a published checkpoint without these
+        # files. The root is flushed after the rename, because the save counts as done once this
+        # returns.
         flush_folder(place)
         # A rename onto an existing empty folder would succeed silently.
         if os.path.lexists(self.path_of(step)):
@@ -259,7 +261,7 @@ class RemoteStore:
             self.filesystem.rm(path, recursive=True)
 
     def move_aside(self, step: int) -> str:
-        """Copy the files, then delete the old ones, manifest first, because renames do not
+        """Copy the files, then delete the old files, manifest first, because renames do not
         exist."""
         source = f"{self._path}/{step_name(step)}"
         name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))

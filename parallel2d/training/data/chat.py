@@ -61,7 +61,7 @@ class ChatTemplate:
         self._variables = {**_special_tokens(settings), **config.chat_arguments}
         self._has_marks = bool(_MARKS.search(source))
         identity = json.dumps([source, self._variables], sort_keys=True, default=str)
-        # Equal exactly if equal rows give equal text and targets
+        # Identity of the template: equal if and only if equal rows give equal text and targets
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     def parts(self, row: Any) -> Parts:
@@ -117,7 +117,7 @@ class ChatTemplate:
                 add_generation_prompt=prompts,
                 **self._variables,
             )
-        # The template raises any type: errors of Jinja, and those of operations on the row.
+        # The template may raise errors of Jinja, or any error of an operation on the row.
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses the row: {printable(error, 200)}"
@@ -126,7 +126,7 @@ class ChatTemplate:
 
 
 def _conversation(row: Any) -> tuple[list[dict[str, Any]], Any]:
-    """Return the messages and the tools of a row. Raises ValueError for another row."""
+    """Return the messages and the tools of a row. Raises ValueError if the row is not a chat."""
     messages = row.get("messages") if isinstance(row, Mapping) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('no field messages with a list of {"role": ..., "content": ...}')
@@ -134,10 +134,10 @@ def _conversation(row: Any) -> tuple[list[dict[str, Any]], Any]:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError('messages must be a list of {"role": ..., "content": ...}')
-        # The library removes these too: many templates would render them.
+        # transformers also removes keys with the value None: many templates would render "None".
         plain.append({key: value for key, value in message.items() if value is not None})
     tools = row.get("tools")
-    if isinstance(tools, str):  # columns of a table have one type, so that files store JSON
+    if isinstance(tools, str):  # a column has one type, so files store tools as JSON text
         tools = json.loads(tools)
     if not isinstance(tools, list | None):
         raise ValueError("tools must be a list of function descriptions")

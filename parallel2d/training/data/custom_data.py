@@ -62,9 +62,10 @@ class BinTokens:
 
 
 class Collation:
-    """Makes batches of samples by ``collate`` (default: torch's). ``shape`` is that of ``sample``.
+    """Makes batches of samples by ``collate`` (default: torch's). ``shape`` is the shape of
+    ``sample``.
 
-    Raises `ConfigError` for a sample that it cannot collate.
+    Raises `ConfigError` for a sample that ``collate`` does not support.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, sample: Any, what: str) -> None:
@@ -84,22 +85,18 @@ class Collation:
         self.shape = SampleShape("samples", inputs, targets)
 
     def batch(self, samples: Sequence[Any]) -> tuple[Any, torch.Tensor | None]:
-        """Collate samples to inputs and targets: of a tuple the last element is the targets, of a
-        dict the value under one of `TARGET_NAMES`. Raises `ConfigError` for several of them."""
+        """Collate samples to inputs and targets. The targets are the last element of a tuple, or
+        the value of a dict under a name in `TARGET_NAMES`. Raises `ConfigError` for a dict with
+        several of these names."""
         batch = self._collate(list(samples))
         if isinstance(batch, dict):
-            named = []
-            for name in TARGET_NAMES:
-                if name in batch:
-                    named.append(name)
-            # Next to targets, labels are inputs, such as the classes ``y`` of a diffusion model.
+            named = list(filter(batch.__contains__, TARGET_NAMES))
+            # If a dict has targets, its other labels are inputs, such as the classes ``y`` of a
+            # diffusion model.
             if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
                 raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
-            inputs = {}
-            for name, value in batch.items():
-                if name not in named[:1]:
-                    inputs[name] = value
-            return inputs, batch[named[0]] if named else None
+            inputs = dict(batch)
+            return inputs, inputs.pop(named[0]) if named else None
         if isinstance(batch, tuple | list):
             *values, targets = batch
             return (tuple(values), targets) if values else (targets, None)
@@ -144,7 +141,7 @@ class CustomStream(SampleStream):
         self._pool = ThreadPoolExecutor(thread_count(workers), "parallel2d-read")
 
     def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """Collate the samples with a position; without any, one sample with weight zero."""
+        """Collate the samples with a position; if there are none, one sample with weight zero."""
         indices = []
         for _, index in self._locate(where if rows else np.zeros(1, np.int64)):
             indices.append(index)
@@ -161,7 +158,8 @@ def thread_count(workers: int | str) -> int:
 def batch_of(
     collation: Collation, samples: Sequence[Any], rows: Sequence[int], where: Array
 ) -> Batch:
-    """Collate samples at the positions ``where``; without ``rows``, of one with weight zero."""
+    """Collate the samples at the positions ``where``; without ``rows``, one sample with weight
+    zero."""
     hashes = np.array(list(map(_content_hash, samples)), dtype=np.uint64)
     inputs, targets = collation.batch(samples)
     valid = len(rows)

@@ -1,10 +1,10 @@
-"""The files of a folder that holds a data set of the Hugging Face library: `saved_files` of what
-the library saved, `files_of_split` of data files with or without a README, `download` for a data
-set on the Hub.
+"""The files of a folder that holds a data set of the Hugging Face library. `saved_files` finds the
+files of ``save_to_disk``, `files_of_split` finds data files with or without a README, `download`
+gets the folder of a data set on the Hub.
 
-A folder may come from anybody. Its README names files by patterns, which the library would follow
-out of the folder and into the network. Here only regular files inside the folder are found. Only
-`download` contacts an address, that of the Hub.
+A folder is untrusted. The patterns in its README may name files outside of the folder, or
+addresses, and the library would read them. The functions here return only regular files inside the
+folder. Only `download` contacts an address, that of the Hub.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from parallel2d.training.data.tables import library
 _CARDS = ("README.md", ".huggingface.yaml")
 _LARGEST_CARD = 16 << 20
 _FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r|\n|$)", re.DOTALL)
-# What decides on documents in one configuration of a README. Other keys are arguments of a reader.
+# The keys of a configuration in a README that select files. Other keys are arguments of a reader.
 _OF_FILES = {"config_name", "data_files", "default", "version", "description", "features"}
-# The library takes a name with one of these for a pattern or an address.
+# The library interprets a name with one of these as a pattern or an address.
 _NO_PLAIN_NAME = re.compile(r"[*?:\[\]\\]")
 
 
 def saved_files(path: str, split: str) -> list[str]:
-    """The Arrow files that ``save_to_disk`` wrote into a folder, or into its folder of the split;
-    none for another folder. Raises OSError for one that lies elsewhere, ValueError for damage."""
+    """Return the Arrow files that ``save_to_disk`` wrote into a folder, or into its subfolder of
+    the split; an empty list for any other folder. Raises OSError for a file outside of the folder,
+    ValueError for damaged metadata."""
     folder = path
     if os.path.lexists(os.path.join(path, "dataset_dict.json")):
         folder = os.path.join(path, os.path.basename(split))
@@ -57,8 +58,8 @@ def saved_files(path: str, split: str) -> list[str]:
 
 
 def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> list[str]:
-    """The data files of a split, as the README says or, where it names none, as the library finds
-    them by their names. Raises OSError and ValueError."""
+    """Return the data files of a split: the files that the README names, or else the files that the
+    library would find by their names. Raises OSError and ValueError."""
     by_split = {}
     configurations = _configurations(path)
     if configurations:
@@ -111,8 +112,8 @@ def download(name: str, subset: str | None, split: str) -> str:
 
 
 def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any]]:
-    """The ``configs`` in the front matter of a README, or in a ``plain`` YAML file. Raises
-    ValueError for other forms, and for a pattern of files that leads out of the data set."""
+    """Return the ``configs`` in the front matter of a README, or in a ``plain`` YAML file. Raises
+    ValueError for an invalid form, and for a file pattern that leads out of the data set."""
     matter = None if plain else _FRONT_MATTER.match(text)
     if not plain and matter is None:
         return []
@@ -131,7 +132,7 @@ def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any
 
 
 def _refuse_outside(configuration: dict[Any, Any]) -> None:
-    """Raise ValueError for a pattern of files that leads out of the data set."""
+    """Raise ValueError for a file pattern that leads out of the data set."""
     named = [str(configuration.get("data_dir", ""))]
     for patterns in _patterns(configuration).values():
         named += patterns
@@ -140,7 +141,7 @@ def _refuse_outside(configuration: dict[Any, Any]) -> None:
 
 
 def _leads_out(pattern: str) -> bool:
-    """True for an absolute path, an address, and a way upwards."""
+    """True for an absolute path, an address, and a path with ``..``."""
     return pattern.startswith(("/", "~")) or ".." in pattern or bool(re.search(r"[:\\]", pattern))
 
 
@@ -151,13 +152,13 @@ def _configurations(path: str) -> list[dict[Any, Any]]:
         if os.path.lexists(card):
             with open_regular(inside(path, card)) as file:
                 text = file.read(_LARGEST_CARD).decode("utf-8", "replace")
-            # As in the library, the last file counts.
+            # As in the library, the last matching file counts.
             found = card_configurations(text, plain=name.endswith(".yaml")) or found
     return found
 
 
 def _of_subset(configurations: list[dict[Any, Any]], subset: str | None) -> dict[str, list[str]]:
-    """Split -> patterns, of the configuration ``subset``, or of the default one."""
+    """Return split -> patterns of the configuration ``subset``, or of the default configuration."""
     names = []
     for each in configurations:
         names.append(str(each.get("config_name")))
@@ -177,7 +178,7 @@ def _of_subset(configurations: list[dict[Any, Any]], subset: str | None) -> dict
 
 
 def _patterns(configuration: dict[Any, Any]) -> dict[str, list[str]]:
-    """Split -> patterns, in any of the forms that the library takes."""
+    """Return split -> patterns, for any of the forms that the library accepts."""
     entries = configuration.get("data_files") or []
     entries = [entries] if isinstance(entries, str) else entries
     found: dict[str, list[str]] = {}

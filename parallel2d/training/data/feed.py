@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class BatchPlan:
 
     def _balanced(self, first: int, work: Sequence[float], rank: int) -> list[list[Position]]:
         """Return the positions of one rank. Ranks take one position each in turn, the most costly
-        ones first, and every second turn in reverse."""
+        positions first, and in reverse order in every second turn."""
         order = np.argsort(-np.asarray(work), kind="stable").tolist()
         taken: list[Position] = []
         for turn in range(self.accumulation * self.micro_batch_size):
@@ -112,7 +113,7 @@ class BatchPlan:
         return found
 
     def imbalance(self, work: Sequence[float]) -> float:
-        """Return the work of the rank with the most, divided by the mean over ranks."""
+        """Return the largest work of a rank, divided by the mean over ranks."""
         sums = []
         for rank in range(self._data_ranks):
             taken = chain.from_iterable(self._balanced(0, work, rank))
@@ -156,7 +157,7 @@ class StepBatch:
     sample_hash: int  # sum over this rank's samples
     waited_s: float  # seconds that `BatchFeed.next` was blocked
     position: int  # position after this global batch, which a checkpoint stores
-    # Of the global batch, by key; equal on all ranks
+    # Metrics of the global batch, by key; equal on all ranks
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -198,7 +199,7 @@ class BatchFeed:
         self._reader = ThreadPoolExecutor(1, "parallel2d-data", initializer)
         self._steps: deque[Future[StepBatch]] = deque()
         self._closed = False
-        self._ahead = max(1, ahead) + 1  # one is being read while ``ahead`` wait
+        self._ahead = max(1, ahead) + 1  # one step is being read while ``ahead`` steps wait
         self.restart(plan, start)
 
     def restart(self, plan: BatchPlan, start: int) -> None:
@@ -212,7 +213,7 @@ class BatchFeed:
 
     def part(self, plan: BatchPlan, start: int, prepared: StepBatch | None) -> StepBatch:
         """Return the part ``plan`` of the global batch at position ``start``, and continue with the
-        later ones. ``prepared``: the batch of `next` for this position, if there is one.
+        later batches. ``prepared``: the batch of `next` for this position, if there is one.
         """
         if prepared is not None and plan.share == self.plan.share:
             return prepared
@@ -268,8 +269,8 @@ class BatchFeed:
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(
             batches,
-            valid_tokens=sum(batch.valid_tokens for batch in batches),
-            sample_hash=sum(batch.hash for batch in batches),
+            valid_tokens=sum(map(attrgetter("valid_tokens"), batches)),
+            sample_hash=sum(map(attrgetter("hash"), batches)),
             waited_s=0.0,
             position=position + plan.global_batch_size,
             metrics=metrics,

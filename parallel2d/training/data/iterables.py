@@ -36,7 +36,7 @@ from parallel2d.training.data.stream import SampleStream
 log = logging.getLogger(__name__)
 
 _UNSHUFFLED = 64  # samples of a window without a shuffle buffer
-_MOST_NOTES = 1024  # of a lane; from an earlier one a rewind takes longer
+_MOST_NOTES = 1024  # notes of a lane; a rewind to an older position takes longer
 _LARGEST = 2**52
 _END = object()
 STATE = "stream"  # key in the state of a run
@@ -111,7 +111,7 @@ class _Lane:
         self._iterator: Iterator[Any] = iter(())
 
     def start(self, window: int, pool: ThreadPoolExecutor) -> None:
-        """Begin to read ``window``, unless it is here or being read."""
+        """Begin to read ``window``, unless it is in memory or being read."""
         if window in self._samples or (self._next is not None and self._next[0] == window):
             return
         if self._next is not None:
@@ -131,7 +131,7 @@ class _Lane:
         return self._samples[window][int(self._order.index(np.array([index]))[0])]
 
     def note_of(self, index: int) -> Note:
-        """Return the last note at or before an index, and forget earlier ones."""
+        """Return the last note at or before an index, and forget earlier notes."""
         window = index // self.size
         last = max(at for at in list(self.notes) if at <= window)
         for at in list(self.notes):
@@ -147,10 +147,8 @@ class _Lane:
         return self._take()
 
     def _take(self) -> list[Any]:
-        """Read the window at the iterator, and note the position behind it."""
-        samples = []
-        for _ in range(self.size):
-            samples.append(self._following())
+        """Read the window at the iterator, and record the position after it."""
+        samples = [self._following() for _ in range(self.size)]
         self._at["window"] += 1
         part = self._part()
         source = None
@@ -158,7 +156,7 @@ class _Lane:
             source = _plain_state(self._what, part.state_dict())
         self.notes[self._at["window"]] = {**self._at, "source": source}
         if len(self.notes) > _MOST_NOTES:
-            del self.notes[sorted(self.notes)[1]]  # after the beginning
+            del self.notes[sorted(self.notes)[1]]  # the oldest note after the beginning of the lane
         return samples
 
     def _part(self) -> Any:
@@ -200,7 +198,7 @@ class _Lane:
 
 
 def _plain_state(what: str, state: Any) -> Any:
-    """Return a copy of a source's state; None for one that a checkpoint cannot contain."""
+    """Return a copy of a source's state; None if a checkpoint cannot contain the state."""
     try:
         copied = json.loads(json.dumps(state))
     except (TypeError, ValueError):
@@ -258,12 +256,13 @@ class IterableStream(SampleStream):
         self._table = functools.cache(self._compute_table)
 
     def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """Collate the samples at the positions ``where``; without any, one with weight zero."""
+        """Collate the samples at the positions ``where``; without positions, one sample with weight
+        zero."""
         samples = [self._sources[0].first]
         if rows:
             places = list(map(self._place, where.tolist()))
             with self._lock:
-                # All lanes read at once, each one its first window.
+                # All lanes read their first window at the same time.
                 begun, samples = set(), []
                 for source, lane, index in places:
                     if (source, lane) not in begun:

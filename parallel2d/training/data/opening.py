@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class _Tokens:
                 )
 
     def check_like(self, training: _Source) -> None:
-        """Raise `ConfigError` for another tokenizer than that used for the training data."""
+        """Raise `ConfigError` if the tokenizer differs from the tokenizer of the training data."""
         if self.tokenizer[1] != training.tokenizer[1]:
             raise ConfigError(
                 f"prepared with the tokenizer {self.tokenizer[0]}, the training data with "
@@ -201,9 +202,7 @@ class _Tokens:
 
     def fingerprint(self, seed: int) -> str:
         """Return a digest of everything that determines the sample at a position."""
-        contents = []
-        for store in self._stores:
-            contents.append(store.content)
+        contents = map(attrgetter("content"), self._stores)
         identity = list(zip(contents, self._weights, strict=True))
         masking = self._config.intra_document_masking
         # The context is included only if it is set, so that fingerprints of earlier runs stay
@@ -325,9 +324,7 @@ class _Iterables(_Unprepared):
 
     def fingerprint(self, seed: int) -> str:
         entries = [sorted(entry.items()) for entry in self._entries]
-        shards = []
-        for source in self._sources:
-            shards.append(source.count)
+        shards = list(map(attrgetter("count"), self._sources))
         buffer = self._config.shuffle_buffer
         return _digest(["stream", entries, shards, self._batch, buffer, seed])
 

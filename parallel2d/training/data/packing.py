@@ -64,7 +64,7 @@ class PackedSamples(_TokenSamples):
         count = min(self.seq_len, self._split.tokens - 1 - start)
         self._fill(start, count, inputs, targets)
         if self._respect_documents:
-            # In 1 .. count: the starts of further documents
+            # Starts of further documents, from 1 to count
             ends = self._split.document_ends(start, count) - start
             targets[ends - 1] = IGNORED
             if document_ids is not None:
@@ -129,7 +129,7 @@ class FittedSamples(_TokenSamples):
 
 def _fitted(sizes: Array, first: int, most: int) -> list[list[int]]:
     """Return rows of documents by best-fit decreasing: each document, the largest first, is placed
-    in the fullest row with room for it. ``first``: number of the first document."""
+    in the fullest row with enough space. ``first``: number of the first document."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room, row), ascending
     for index in np.argsort(-sizes, kind="stable").tolist():

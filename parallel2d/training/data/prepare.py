@@ -37,7 +37,7 @@ from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _REPORTED_ROWS = 3
-_MORE_BAD_ROWS = 1000  # after the allowed ones and this many more, a unit is not read further
+_MORE_BAD_ROWS = 1000  # further bad rows after which reading of a unit stops
 _BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024  # per call of the tokenizer, which bounds memory
 
 Record = dict[str, Any]
@@ -153,8 +153,8 @@ def prepare(
                 _check_bad_rows(config, records)
     splits = _splits(records)
     if threshold and not splits["validation"]["documents"] and splits["train"]["documents"] >= 2:
-        # There are few documents, and the fraction selected none of them. Hold out the document
-        # with the lowest hash, because this choice depends only on the content.
+        # There are few documents, and the fraction has selected none. Hold out the document with
+        # the lowest hash, because this choice depends only on the content.
         chosen = min(jobs, key=lambda job: records[job.number]["lowest_hash"])
         again = replace(chosen, threshold=records[chosen.number]["lowest_hash"] + 1)
         (records[chosen.number],) = _records([again], tokenizer, lock)
@@ -169,7 +169,8 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yield the record of each job in order, from an earlier run, from a worker, or made here."""
+    """Yield the record of each job in order. A record comes from an earlier run, a worker or this
+    process."""
     left = []
     for job in jobs:
         if _record(job) is None:
@@ -178,8 +179,8 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
         workers = _fork_workers(stack, left, lock)
         turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
         for job in jobs:
-            # A worker writes a line after each unit. If it has ended without being killed, the unit
-            # runs in this process, which meets the same error and raises it with its cause.
+            # A worker writes a line after each unit. If a worker has ended without being killed,
+            # the unit runs in this process, which gets the same error and raises it with its cause.
             worker = turns.get(job.number)
             if worker is not None and not worker.stdout.readline() and worker.wait() < 0:
                 raise RuntimeError(
@@ -244,7 +245,7 @@ def work() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     jobs: list[UnitJob] = pickle.load(sys.stdin.buffer)
     tokenizer = load_tokenizer(jobs[0].config.tokenizer, jobs[0].config.end_token)
-    # The parent meets these errors again, or they mean that the parent has ended.
+    # The parent gets these errors again, or has ended.
     with contextlib.suppress(ConfigError, OSError):
         for job in jobs:
             run_unit(job, tokenizer)
@@ -400,9 +401,7 @@ def _manifest(
 
 
 def _clean(folder: Path, manifest: Record) -> None:
-    needed = set()
-    for name, _ in store.shard_files(manifest):
-        needed.add(name)
+    needed = dict(store.shard_files(manifest))
     for pattern in ("unit-*.json", "train-*.*", "validation-*.*"):
         for path in folder.glob(pattern):
             if path.name not in needed:

@@ -42,7 +42,8 @@ _NOT_IN_CORPUS = ("test", "tests", "idle_test", "site-packages", "dist-packages"
 _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _COMPRESSED = (".gz", ".zst")
 _ROW_FILES = (".jsonl", ".ndjson")
-# For a data set: the method of `datasets.Dataset` that reads files with this ending, its arguments
+# For a data set: file name extension -> method of `datasets.Dataset` that reads these files, and
+# its arguments
 _LIBRARY_READERS: dict[str, tuple[str, dict[str, str]]] = {
     ".csv": ("from_csv", {}),
     ".tsv": ("from_csv", {"sep": "\t"}),
@@ -123,7 +124,8 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """Return the files of a path, sorted: a file, the visible files of a folder, or of a glob."""
+    """Return the sorted files of a path: the file itself, or the visible files of a folder or a
+    glob."""
     start = Path(path).expanduser()
     if start.is_dir():
         return _files_below(start)
@@ -145,7 +147,7 @@ def find_files(path: str) -> list[SourceFile]:
 
 
 def _fixed_part(pattern: str) -> str:
-    """The folder before the first wildcard of a glob."""
+    """Return the folder before the first wildcard of a glob."""
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
     return str(Path(*fixed))
 
@@ -162,13 +164,14 @@ def _standard_library() -> list[SourceFile]:
 
 
 def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
-    """Return files below ``root``, without hidden ones and ``omitted`` folders, sorted by name."""
+    """Return the files below ``root``, without hidden files and ``omitted`` folders, sorted by
+    name."""
     files = []
     for folder, names in walk(str(root), lambda name: _is_shown(name) and name not in omitted):
         place = os.path.relpath(folder, root)
         for name in filter(_is_shown, names):
             path = os.path.join(folder, name)
-            # Not a pipe, a socket, or a broken link
+            # Omit pipes, sockets and broken links.
             if os.path.isfile(path):
                 _refuse_outside(root, path)
                 files.append(SourceFile(os.path.normpath(os.path.join(place, name)), path))
@@ -176,8 +179,8 @@ def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
 
 
 def _refuse_outside(folder: Path | str, path: str) -> None:
-    """Raises `ConfigError` for a link in a folder that leads out of it: anybody may have made it,
-    and a private file would become training data."""
+    """Raise `ConfigError` for a link that leads out of its folder: with an untrusted link, a
+    private file could become training data."""
     try:
         inside(str(folder), path)
     except OSError as error:
@@ -227,7 +230,7 @@ def _row_units(kind: str, files: list[SourceFile], rows: int) -> list[Unit]:
 
 
 def _arrow_units(files: list[SourceFile]) -> list[Unit]:
-    """Units of consecutive rows. Reads only the headers of batches."""
+    """Return units of consecutive rows. Reads only the headers of batches."""
     tables.check_arrow([file.path for file in files])
     units = []
     for file in files:
@@ -336,7 +339,7 @@ def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
 
 
 def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
-    """Yield lines. The rest of a line that is too long is skipped without using memory."""
+    """Yield lines. The remainder of a line that is too long is skipped without using memory."""
     with _open(path) as file:
         position = _enter(file, unit.start)
         while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
@@ -424,7 +427,9 @@ def _row_document(row: Any, text_field: str) -> list[Document]:
     except TypeError:
         raise _BadRowError("the text is not a string") from None
     except UnicodeEncodeError:
-        raise _BadRowError("the text has half a surrogate pair, which no encoding has") from None
+        raise _BadRowError(
+            "the text has half of a surrogate pair, which UTF-8 cannot encode"
+        ) from None
 
 
 def _enter(file: IO[bytes], start: int) -> int:
@@ -477,8 +482,8 @@ class _Decompressed(io.RawIOBase):
 
 
 def _files_of_data_set(config: DataConfig) -> list[SourceFile]:
-    """The files of ``data=hf``: of a folder of this machine, or of a data set on the Hub, which are
-    downloaded. Raises `ConfigError` for a file outside of the folder."""
+    """Return the files of ``data=hf``: of a folder of this machine, or of a data set on the Hub,
+    which are downloaded. Raises `ConfigError` for a file outside of the folder."""
     path = os.path.expanduser(str(config.path))
     with _data_set_explained(config):
         if not os.path.isdir(path):
@@ -516,8 +521,8 @@ def _data_set_explained(config: DataConfig) -> Iterator[None]:
 
 
 def _open_data_set(config: DataConfig) -> Any:
-    """The `datasets.Dataset` of ``data=hf``, for files that only the library reads. Raises
-    `ConfigError` if it cannot be loaded."""
+    """Return the `datasets.Dataset` of ``data=hf``, for files that only the library reads. Raises
+    `ConfigError` if the data set cannot be loaded."""
     datasets = tables.library("datasets", "hf-datasets", f"data=hf data.path={config.path}")
     files = [file.path for file in _files_of_data_set(config)]
     with _data_set_explained(config):
@@ -536,7 +541,8 @@ def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
     held = sum(tables.stored_bytes(table.metadata.row_group(group)) for group in groups)
     names = table.schema_arrow.names
     columns = _columns(names, config)
-    # As dictionaries, because a value that thousands of rows share is then in memory once.
+    # Read strings as dictionaries: a value that thousands of rows share is then in memory only
+    # once.
     table = tables.open_parquet(path, tables.strings_in(table))
     batches = table.iter_batches(tables.BATCH_ROWS, groups, columns, use_threads=False)
     yield from _table_pieces(batches, names, config, held)
@@ -551,7 +557,8 @@ def _arrow_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
 def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
     data_set = _open_data_set(config)
     rows = data_set.select(range(unit.start, unit.stop)).with_format("arrow")
-    # As Arrow tables: the library decodes images and sounds by opening the paths in the rows.
+    # Read Arrow tables, because the library would decode images and sounds by opening the paths in
+    # the rows.
     batches = itertools.chain.from_iterable(
         table.to_batches() for table in rows.iter(tables.BATCH_ROWS)
     )
@@ -561,7 +568,7 @@ def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
 def _table_pieces(
     batches: Iterable[Any], names: list[str], config: DataConfig, held: int
 ) -> _Pieces:
-    """The rows of Arrow batches, which are made from ``held`` bytes of a file."""
+    """Yield the rows of Arrow batches, which are read from ``held`` bytes of a file."""
     columns = _columns(names, config)
     if not columns:
         yield dict.fromkeys(names), 1  # for the message
@@ -577,11 +584,7 @@ def _columns(names: list[str], config: DataConfig) -> list[str]:
     wanted = [config.text_field, "prompt", "completion", "segments"]
     if config.name == "chat":
         wanted = ["messages", "tools"]
-    columns: list[str] = []
-    for name in names:
-        if name in wanted:
-            columns.append(name)
-    return columns
+    return list(filter(wanted.__contains__, names))
 
 
 # Kind of unit -> a function that reads its files in pieces, and a function that parses a piece

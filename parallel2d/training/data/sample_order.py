@@ -1,11 +1,11 @@
 """The order of samples: `Schedule` selects the component of a mixture for each position, and
 `Order` selects the sample in this component.
 
-For a `Schedule`, a position counts the samples that the run has read; for an `Order`, the samples
-that were read from its component. In an `Order`, position p lies in epoch p // size, and its sample
-index is a pseudo-random permutation of p % size under a key made of seed, stream name and epoch.
-Nothing is stored, any position is computed directly, and the result does not depend on ranks.
-Therefore a run can resume on any layout.
+A position of a `Schedule` is the number of samples that the run has read. A position of an `Order`
+is the number of samples that were read from its component. In an `Order`, position p lies in epoch
+p // size, and its sample index is a pseudo-random permutation of p % size under a key made of seed,
+stream name and epoch. Nothing is stored, any position is computed directly, and the result does not
+depend on ranks. Therefore a run can resume on any layout.
 
 [Note: cycle walking] A Feistel network permutes 2**bits values. If the size is not a power of two,
 the network is applied again until its output is below the size. The repeated values stay on one
@@ -62,7 +62,7 @@ class Order:
         """Return the sample index, int64 in [0, size), of each position, int64 [n], >= 0."""
         epochs, places = np.divmod(positions, self.size)
         indices = np.empty_like(places)
-        # Two epochs if a batch spans the end of one, otherwise one
+        # A batch that spans the end of an epoch has positions of two epochs.
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._walk(places[chosen], int(epoch))
@@ -120,10 +120,10 @@ class Schedule:
         self._rank = np.zeros(self.period, dtype=np.int64)
         counts = [0] * len(weights)
         for position in range(self.period):
-            due = []
-            for weight in self.weights:
-                due.append(weight * (position + 1))
-            ready = [n for n, each in enumerate(due) if each > counts[n] * self.period]
+            ready = []
+            for n, weight in enumerate(self.weights):
+                if weight * (position + 1) > counts[n] * self.period:
+                    ready.append(n)
             # The nearest deadline wins; among equal deadlines the first component.
             chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
             self._table[position], self._rank[position] = chosen, counts[chosen]
@@ -149,9 +149,7 @@ class Schedule:
 
 def _integer_weights(weights: list[float]) -> list[int]:
     try:
-        fractions = []
-        for weight in weights:
-            fractions.append(Fraction(str(weight)))
+        fractions = list(map(Fraction, map(str, weights)))
     except ValueError:
         fractions = []
     if not fractions or min(fractions) <= 0:

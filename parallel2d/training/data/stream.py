@@ -40,9 +40,9 @@ class SampleStream:
     Args:
         components: the lists of samples, all of one shape; several make a mixture.
         schedule: the component of each position.
-        seed, name: choose the order; streams with other names are independent of this one.
+        seed, name: choose the order; streams with other names are independent of this stream.
         intra_document_masking: batches contain document ids.
-        context: positions at the start of every sequence with targets that are ignored.
+        context: number of positions at the start of every sequence whose targets are ignored.
         epochs: number of epochs; 0 reads epoch after epoch without end.
         end: the policy of `End`.
     """
@@ -160,7 +160,7 @@ class SampleStream:
         ids = np.empty_like(targets) if self._with_ids else None
         for row, (component, index) in zip(rows, self._locate(where), strict=True):
             component.read(index, inputs[row], targets[row], None if ids is None else ids[row])
-        # Here, because a kernel on a GPU would end the process without a reason.
+        # Checked on the host, because a kernel on a GPU would end the process without a reason.
         if self._vocab_size is not None and rows:
             largest = int(max(inputs[rows].max(), targets[rows].max()))
             if largest >= self._vocab_size:
@@ -177,7 +177,7 @@ class SampleStream:
         if self._context:
             # These positions see fewer than ``context`` earlier tokens.
             targets[:, : self._context] = IGNORED
-        # Rows without a position are not hashed; if all rows have one, no copy is needed.
+        # Rows without a position are not hashed. If all rows have a position, no copy is needed.
         hashed = slice(None) if len(rows) == count else rows
         hashes = self._hash(inputs[hashed], targets[hashed], where)
         return Batch(

@@ -1,6 +1,6 @@
 """Rows of Arrow and Parquet files of any origin, in bounded memory: `bounded_rows`.
 
-A table of a few kilobytes can stand for gigabytes: rows share the values of a dictionary, and
+A table of a few kilobytes can expand to gigabytes: rows share the values of a dictionary, and
 buffers are compressed. Sizes are computed before values become Python objects.
 """
 
@@ -21,7 +21,8 @@ TOO_MUCH = "it expands to more than 100 times its size, unlike text"
 
 
 def library(name: str, extra: str, path: str) -> Any:
-    """A module of an extra. Raises `ConfigError` with the command that installs it."""
+    """Return a module of an extra. Raises `ConfigError` with the command that installs the
+    extra."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -29,13 +30,13 @@ def library(name: str, extra: str, path: str) -> Any:
 
 
 def bounded_rows(batches: Iterable[Any], row_bytes: int, most_bytes: int) -> Iterator[Any]:
-    """Yields the rows of Arrow batches as dicts, `TOO_LONG` for one of more than ``row_bytes``.
-    Raises OSError for damage, and where all take more than ``most_bytes``."""
+    """Yield the rows of Arrow batches as dicts; `TOO_LONG` for a row of more than ``row_bytes``.
+    Raises OSError for damaged data, and if all rows together have more than ``most_bytes``."""
     pyarrow = library("pyarrow", "data", "a table")
     given = 0
     try:
         for batch in batches:
-            # Offsets that lead out of their buffers would be followed.
+            # Without this check, pyarrow would read beyond a buffer with invalid offsets.
             batch.validate(full=True)
             for part, size in _parts(batch, row_bytes):
                 given += size
@@ -47,8 +48,8 @@ def bounded_rows(batches: Iterable[Any], row_bytes: int, most_bytes: int) -> Ite
 
 
 def _parts(batch: Any, row_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Divides a batch until each part, unless it is a single row, takes ``row_bytes`` at most as
-    Python objects. Yields each part with its size."""
+    """Divide a batch until each part has a single row, or at most ``row_bytes`` as Python objects.
+    Yields each part with its size."""
     size = sum(map(_decoded_bytes, batch.columns))
     if size <= row_bytes or batch.num_rows <= 1:
         yield batch, size
@@ -59,8 +60,8 @@ def _parts(batch: Any, row_bytes: int) -> Iterator[tuple[Any, int]]:
 
 
 def _decoded_bytes(array: Any) -> int:
-    """Bytes of an Arrow array with the values of its dictionaries in their places. Raises OSError
-    for a type that documents are not made of."""
+    """Return the bytes of an Arrow array after its dictionaries are decoded. Raises OSError for a
+    type that documents do not contain."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -82,8 +83,9 @@ def _decoded_bytes(array: Any) -> int:
 
 
 def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
-    """A `pyarrow.parquet.ParquetFile`, with these columns read as dictionaries. Raises
-    `ConfigError` for another file, and for a footer that describes more than the file holds."""
+    """Return a `pyarrow.parquet.ParquetFile` that reads these columns as dictionaries. Raises
+    `ConfigError` if the file is not Parquet, or if its footer describes more data than the file
+    has."""
     pyarrow, parquet = (library(name, "data", path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.ParquetFile(path, memory_map=True, read_dictionary=list(dictionaries))
@@ -99,23 +101,23 @@ def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
 
 
 def strings_in(table: Any) -> list[str]:
-    """The paths of the leaf columns of a Parquet file that hold strings."""
-    columns = map(table.schema.column, range(len(table.schema)))
+    """Return the paths of the leaf columns of a Parquet file with strings."""
     found: list[str] = []
-    for column in columns:
+    for column in map(table.schema.column, range(len(table.schema))):
         if column.physical_type == "BYTE_ARRAY":
             found.append(column.path)
     return found
 
 
 def stored_bytes(group: Any) -> int:
-    """Bytes of a row group in its Parquet file, as the footer says."""
+    """Return the bytes of a row group in its Parquet file, according to the footer."""
     columns = map(group.column, range(group.num_columns))
     return sum(column.total_compressed_size for column in columns)
 
 
 def open_arrow(path: str) -> Any:
-    """A reader of an Arrow stream file, which is mapped. Raises OSError for another file."""
+    """A reader of an Arrow stream file, which is memory-mapped. Raises OSError for files in another
+    format."""
     pyarrow, ipc = (library(name, "data", path) for name in ("pyarrow", "pyarrow.ipc"))
     try:
         return ipc.open_stream(pyarrow.memory_map(path))
@@ -126,7 +128,7 @@ def open_arrow(path: str) -> Any:
 
 
 def check_arrow(paths: Sequence[str]) -> None:
-    """Raises `ConfigError` for files whose batches cannot be mapped in bounded memory: compressed
+    """Raise `ConfigError` for files whose batches cannot be mapped in bounded memory: compressed
     batches may expand to any size."""
 
     def read_headers() -> None:
@@ -139,7 +141,7 @@ def check_arrow(paths: Sequence[str]) -> None:
 
 
 def row_range(batches: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
-    """The rows ``start`` to ``stop`` of batches, in batches of `BATCH_ROWS` at most."""
+    """Yield the rows ``start`` to ``stop``, in batches of at most `BATCH_ROWS`."""
     row = 0
     for batch in batches:
         for begin in range(max(start - row, 0), min(stop - row, batch.num_rows), BATCH_ROWS):

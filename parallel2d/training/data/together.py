@@ -1,4 +1,4 @@
-"""Batches for custom loops whose ranks have different numbers of them: `together`."""
+"""Batches for custom loops whose ranks have different numbers of batches: `together`."""
 
 from __future__ import annotations
 
@@ -52,18 +52,21 @@ def together(
 ) -> Iterator[Any]:
     """Yield the batches of this rank; all data ranks take the same number of steps.
 
-    ``end="longest"``: a rank without further batches gets its last one made ``weightless``, until
-    the batches of all ranks have ended. ``end="shortest"``: all ranks end with the first one.
+    ``end="longest"``: a rank without further batches gets its last batch, made ``weightless``,
+    until the batches of all ranks have ended. ``end="shortest"``: all ranks end when the first rank
+    has no further batch.
 
-    Whether a rank has a next batch is known one batch ahead. Its all-reduce of two numbers runs on
-    the host while the step before computes. Collective: every rank of ``mesh`` iterates.
+    The ranks agree one batch ahead if a further batch exists, by an all-reduce of two numbers,
+    which runs on the host while the previous step computes. Collective: every rank of ``mesh``
+    iterates.
 
     Args:
-        batches: of this rank; ranks of a context or tensor axis that share data give the same.
+        batches: the batches of this rank; ranks of a context or tensor axis that share data pass
+            the same batches.
         mesh: of the parallelized model.
         end: ``longest`` or ``shortest``.
-        weightless: makes of a batch one without weight in the loss. With the default a loss of
-            `parallel2d.cross_entropy_sum` times `parallel2d.token_weight` is exact.
+        weightless: returns a copy of a batch that has no weight in the loss. With the default a
+            loss of `parallel2d.cross_entropy_sum` times `parallel2d.token_weight` is exact.
 
     Raises:
         ConfigError: an unknown ``end``; on all ranks, if a rank has no batch while others have.
@@ -103,10 +106,11 @@ def _ranks_without(has_batch: bool, mesh: DeviceMesh) -> str:
 
 
 class _Agreement:
-    """The all-reduce of "this rank has a batch" and "this rank has none" over the data ranks."""
+    """The all-reduce of "this rank has a batch" and "this rank has no batch" over the data
+    ranks."""
 
     def __init__(self, mesh: DeviceMesh, *, has_batch: bool) -> None:
-        # On the host: a value on a GPU could not be read without waiting for the step.
+        # The all-reduce runs on the host, because reading a value on a GPU would wait for the step.
         self._found = torch.tensor([has_batch, not has_batch], dtype=torch.float32)
         group = part_group(mesh)
         with control_traffic():

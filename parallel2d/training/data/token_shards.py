@@ -9,8 +9,8 @@ A prepared folder contains
   train-00000.mask     uint8 per token, 1 = may be a target; absent if all tokens may be targets
   validation-00000.*   the same for the held-out documents
 
-Shards are plain arrays, so they contain nothing that could be executed. They are memory-mapped, so
-the processes of one machine share one copy. Each document ends with the end-of-document id.
+Shards are plain arrays, so they contain nothing that could be executed. Shards are memory-mapped,
+so the processes of one machine share one copy. Each document ends with the end-of-document id.
 """
 
 from __future__ import annotations

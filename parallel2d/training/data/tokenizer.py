@@ -63,7 +63,7 @@ class LibraryTokenizer(Tokenizer):
     """A ``tokenizer.json``. Its template never adds special tokens; ``end_token`` ends a document.
 
     Without ``end_token``, the first of the usual names in the vocabulary is used. If the vocabulary
-    has none of them, one id is added after the last one.
+    has none of these names, one id is added after its last id.
     """
 
     def __init__(self, path: str, end_token: str | None) -> None:
@@ -137,8 +137,8 @@ class LibraryTokenizer(Tokenizer):
 
 
 def _read(kind: Any, content: bytes, path: str) -> Any:
-    """The library's tokenizer, tried on a sample. Raises `ConfigError` for what is none, and for
-    one that makes a text many times longer."""
+    """Return the library's tokenizer, after a test on a sample. Raises `ConfigError` for an invalid
+    file, and for a tokenizer that makes a text many times longer."""
     try:
         tokenizer = kind.from_str(content.decode("utf-8"))
         growth = (
@@ -155,7 +155,7 @@ def _read(kind: Any, content: bytes, path: str) -> Any:
 
 
 def _growth(normalizer: Any) -> int:
-    """How many times longer a normalizer of the library can make a text, at most."""
+    """Return the largest factor by which a normalizer of the library can lengthen a text."""
     growth = 1
     for each in normalizer.get("normalizers", ()):
         growth *= _growth(each)
@@ -170,8 +170,8 @@ def _growth(normalizer: Any) -> int:
 
 
 def _as_config_error(error: BaseException, what: str) -> BaseException:
-    """A `ConfigError` for what the library raises: bare exceptions, and panics of Rust, which are
-    no `Exception`. Others as they are."""
+    """Return a `ConfigError` for an error of the library: a bare exception, or a panic of Rust,
+    which is not an `Exception`. Other errors are returned unchanged."""
     is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     return ConfigError(f"{what}: {printable(error, 300)}") if is_of_library else error
 

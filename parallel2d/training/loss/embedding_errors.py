@@ -1,4 +1,5 @@
-"""Names the embedding that was given an id beyond its rows: `embedding_errors_named`."""
+"""Error messages with the name of an embedding that got an id beyond its rows:
+`embedding_errors_named`."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from parallel2d.base.errors import ConfigError
 
 @contextlib.contextmanager
 def embedding_errors_named(model: nn.Module) -> Iterator[None]:
-    """Around the steps of ``model``: turns the IndexError of an `nn.Embedding` into a
-    `ConfigError` with its name. On a GPU torch ends the process instead, and names the line."""
+    """Context for the steps of ``model``: convert the IndexError of an `nn.Embedding` to a
+    `ConfigError` with the name of the embedding. On a GPU torch ends the process instead, with the
+    line of code."""
     try:
         yield
     except IndexError as error:

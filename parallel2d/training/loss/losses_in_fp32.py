@@ -17,15 +17,15 @@ _LOSSES = {
     F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss, F.poisson_nll_loss,
     F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss,
     F.triplet_margin_with_distance_loss,
-    # What hand-written cross-entropies call
+    # Functions that hand-written cross-entropies call
     F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.logsumexp, Tensor.logsumexp,
 }  # fmt: skip
 
 
 class LossesInFP32(TorchFunctionMode):
-    """Computes losses of arguments in 16 bits in fp32, as `torch.autocast` does.
+    """Computes losses of 16-bit arguments in fp32, as `torch.autocast` does.
 
-    Autocast itself would also cast what `precision.fp32_modules` keeps in fp32.
+    Autocast would also cast the inputs of `precision.fp32_modules`, which stay in fp32.
     """
 
     def __torch_function__(

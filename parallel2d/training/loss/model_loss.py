@@ -84,16 +84,13 @@ class ModelLoss:
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
                     f"loss, which ignores this key; omit train.{key}"
                 )
-        # Losses are computed in fp32 all the same.
+        # Losses are nevertheless computed in fp32.
         self._is_narrow = DTYPES[config.precision.param].itemsize < 4
         self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
         self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
 
     def _target_name(self, parameters: Container[str]) -> str | None:
-        targets = []
-        for name in TARGET_NAMES:
-            if name in parameters:
-                targets.append(name)
+        targets = list(filter(parameters.__contains__, TARGET_NAMES))
         if len(targets) > 1:
             listed = " and ".join(targets)
             raise ConfigError(f"{self._kind}.forward takes {listed}: which are the targets?")
@@ -123,10 +120,7 @@ class ModelLoss:
             values = (*values, document_ids)
         names = self._positions
         # A parameter with a usual name of inputs receives the inputs at any position.
-        known = []
-        for name in _INPUT_NAMES:
-            if name in names:
-                known.append(name)
+        known = list(filter(names.__contains__, _INPUT_NAMES))
         if len(values) == 1 and known:
             names = known
         first = list(self._signature.parameters)[: len(values)]
@@ -135,7 +129,8 @@ class ModelLoss:
         return (), {**dict(zip(names, values, strict=False)), **named}
 
     def _named(self, inputs: Any, targets: Any) -> dict[str, Any]:
-        # With as many inputs as parameters, the parameter for targets is an input as well.
+        # If there are as many inputs as parameters, the parameter named like targets is also an
+        # input.
         is_full = isinstance(inputs, tuple) and len(inputs) == len(self._signature.parameters)
         if self._targets is None or targets is None or is_full:
             return {}
@@ -149,8 +144,8 @@ class ModelLoss:
     def _value(
         self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """Return the loss of the model or of ``train.loss``, a sum or a mean, or the summed
-        cross-entropy; and True for a custom loss."""
+        """Return a loss, and True if it is custom. A custom loss is the loss of the model or of
+        ``train.loss``, a sum or a mean. Otherwise the loss is the summed cross-entropy."""
         args, named = self.arguments(inputs, targets, document_ids)
         # Only a model that takes the targets, or needs none, computes a loss.
         is_own = self._targets is not None or targets is None
@@ -171,7 +166,7 @@ class ModelLoss:
         if not isinstance(logits, Tensor):
             raise ConfigError(
                 f"{self._kind} returned {type(output).__name__}, which contains neither a loss "
-                "nor logits; give train.loss a function of it"
+                "nor logits; compute a loss from it with train.loss=package.module:function"
             )
         return self._function(logits, targets, **options), False
 
@@ -200,9 +195,9 @@ class ModelLoss:
         return wide * batch.valid_tokens
 
     def compare_head(self, model: nn.Module, batch: Batch) -> None:
-        """Run the checks of the first forward, outside of any step. They compare the chunked loss
-        with the plain loss, and ``model`` on slices of sequences with ``model`` on full sequences.
-        Collective.
+        """Run the checks of the first forward, outside of any step. These checks compare the
+        chunked loss with the plain loss, and ``model`` on slices of sequences with ``model`` on
+        full sequences. Collective.
         """
         if self.chunked_head is not None:
             assert batch.targets is not None, "logits have targets"
@@ -227,7 +222,8 @@ class ModelLoss:
                 )
             return dataclasses.replace(batch, valid_tokens=batch.valid_tokens and len(targets))
         if self._aligns and rule.shift:
-            # A model that shifts labels itself expects at each position the token there.
+            # A model that shifts labels expects, at each position, the token of this position as
+            # label.
             first = torch.full_like(targets[:, :1], IGNORED)
             targets = torch.cat([first, targets[:, :-1]], dim=1)
         if rule.ignored is not None:
@@ -239,8 +235,8 @@ class ModelLoss:
         return counted if batch.valid_tokens else dataclasses.replace(counted, valid_tokens=0)
 
     def without_first(self, batch: Batch, share: float) -> Batch:
-        """Return the prepared ``batch`` without this share of its targets, the first ones of each
-        sequence; unchanged if the loss counts all of them."""
+        """Return the prepared ``batch`` without this share of its targets, the first targets of
+        each sequence; unchanged if the loss counts all targets."""
         rule, targets = self._rule or LossRule("targets", IGNORED), batch.targets
         if targets is None or rule.divisor == "samples" or rule.ignored is None:
             return batch
@@ -265,8 +261,8 @@ class ModelLoss:
             stream: batches before `prepare`.
             device: device of the model.
 
-        Raises `ConfigError` for a loss that depends on the layout and is not declared to do so.
-        Collective.
+        Raises `ConfigError` for a loss that depends on the layout, unless the configuration
+        declares this. Collective.
         """
         train = self._config.train
         rule = None
@@ -274,7 +270,7 @@ class ModelLoss:
         if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % (len(stream) or SAMPLES) for at in range(SAMPLES)]).to(device)
             if not self._config.data.has_own_samples:
-                # Samples as unequal as sequences can be: one repeats a single token.
+                # The samples must be as unequal as possible: one sample repeats a single token.
                 batch.inputs[0] = batch.inputs[0, 0].clone()
 
             def run(targets: Tensor | None, rows: slice) -> Tensor | None:
@@ -304,9 +300,9 @@ class ModelLoss:
             )
         if rule is not None:
             log.info("the loss of %s is divided by: %s", train.loss or self._kind, rule)
-        # All ranks have computed the same rule up to rounding errors, which could tip a comparison
-        # near its bound. Ranks with different rules would scale their gradients differently, so
-        # that every rank takes rank 0's rule.
+        # All ranks compute the same rule, unless rounding errors change a comparison near its
+        # bound. Ranks with different rules would scale their gradients differently. Therefore every
+        # rank takes rank 0's rule.
         self._rule = broadcast(rule)
 
     def _scalar(self, value: Tensor) -> Tensor:
@@ -327,8 +323,8 @@ class ModelLoss:
 
 @contextmanager
 def _other_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, matrices of ``model`` differ from their values by about as much as untrained weights
-    have, alike on every rank. Memory: two copies of them."""
+    """Add values of the size of untrained weights to the matrices of ``model`` inside the context,
+    equal on every rank. Memory: two copies of the matrices."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.is_floating_point():

@@ -5,15 +5,16 @@ over valid tokens]). A model that computes its own loss returns a mean over the 
 not ignore (it ignores -1 in nanoGPT, -100 in transformers), possibly without the first target of
 each sequence if it shifts labels internally. This mean is multiplied by its divisor. The divisor is
 found before training with three samples; the first sample has a single valid target. The calls of
-torch's cross-entropy show which target is ignored and how many targets count. Then the losses of
-the first sample and of the other two must combine to the loss of all three, as sums do or as such
-means do. A loss with neither property depends on the samples that share a micro-batch, and
-therefore on the layout.
+torch's cross-entropy show which target is ignored and how many targets count. Then the loss of all
+three samples must be the sum, or the mean with this divisor, of the loss of the first sample and
+the loss of the other two. A loss with neither property depends on the samples that share a
+micro-batch, and therefore on the layout.
 
 A term next to the cross-entropy, such as a balancing loss of experts, may be so small that the sum
-hides it. So the parts are computed once more with cross-entropies of zero, where the loss is that
-term, and are compared relative to it. Untrained routers are nearly balanced, and then the term is
-nearly the same for any samples: it is compared with other weights too.
+hides it. Therefore the losses are computed once more with all cross-entropies replaced by zero, so
+that only this term remains, and are compared relative to the term. With untrained, nearly balanced
+routers the term is nearly the same for any samples. Therefore it is also compared with other
+weights.
 """
 
 from __future__ import annotations
@@ -102,12 +103,13 @@ def find_rule(
         run: computes the loss of some rows.
         targets: the targets of `SAMPLES` samples.
         ignored: the target that the loss is known to ignore; None: unknown.
-        is_declared: the user declared a mean per micro-batch, so the parts need not add up.
+        is_declared: the user declared a mean per micro-batch, so the losses of the parts are not
+            compared.
         bound: the largest relative error of the computation.
         other_weights: a context in which the model has other weights.
 
     Raises:
-        ConfigError: the loss does not add up.
+        ConfigError: the losses of the parts do not combine to the loss of all samples.
     """
     has_classes = targets is not None and not targets.is_floating_point()
     if has_classes:
@@ -135,8 +137,8 @@ def find_rule(
 
 
 def _check_terms(run: Run, targets: Tensor | None, rule: LossRule, bound: float) -> bool:
-    """True if the loss has a term next to the cross-entropy, or is something else. Raises
-    `ConfigError` where it does not add up."""
+    """True if the loss has a term in addition to the cross-entropy, or is not a cross-entropy.
+    Raises `ConfigError` if the losses of the parts do not combine to the loss of all samples."""
     losses = []
     with CrossEntropyCalls(omits=True):
         for rows in _PARTS:
@@ -153,7 +155,7 @@ def _check_terms(run: Run, targets: Tensor | None, rule: LossRule, bound: float)
 
 
 def _expected(rule: LossRule, losses: Sequence[float], targets: Tensor | None) -> float:
-    """The loss of the whole from those of the parts."""
+    """Return the loss of all samples, computed from the losses of the parts."""
     if rule.divisor == "none":
         return losses[1] + losses[2]
     whole, first, rest = _counts(rule, targets)

@@ -9,8 +9,8 @@ that a rank sends: the payload times the factor of `sent_bytes`.
 calling thread was blocked, and all of them are exposed. On a device they are the time between two
 events around the collective, or around the wait for it, in the stream that waits.
 Torch's hooks see a collective start. The hook then waits for every collective that its caller would
-await next: synchronous ones, and all collectives of the tensor and context axes, because the next
-operation needs their results. Asynchronous collectives of the other axes are measured where
+await next: synchronous collectives, and all collectives of the tensor and context axes, because the
+next operation needs their results. Asynchronous collectives of the other axes are measured where
 `base.metering.wait` awaits them; if they are awaited elsewhere, only bytes and calls are known.
 
 [Note: exposed seconds] On a device, an event before and an event after a wait in the compute stream
@@ -126,8 +126,8 @@ class StreamWaits:
         stream = self._current() if stream is None else stream
         if stream != self._compute:
             type(event).wait(event, stream)
-            # One communication stream waits for another, as sharding does between reduce-scatter
-            # and all-reduce: a later wait for this stream then includes the other stream's axis.
+            # One communication stream waits for another: FSDP2's all-reduce stream waits for the
+            # reduce-scatter. A later wait for this stream therefore counts for ``axis``.
             self._axis_of[stream] = axis
             return
         before = self.begin()
@@ -171,7 +171,7 @@ class CommunicationMeter:
     ) -> None:
         self._streams_of_model = streams
         self._waits: StreamWaits | None = None
-        # Around each collective of a device, by axis.
+        # Intervals around each collective of a device, by axis.
         self._collectives = Intervals()
         if mesh.device_type != "cpu":
             current = functools.partial(current_stream, mesh.device_type)
@@ -244,8 +244,8 @@ class CommunicationMeter:
         return self._axes[axis].ring_passes if axis in self._axes else 0
 
     def position(self) -> tuple[int, str]:
-        """Return the number of collectives begun in this step, and the last one with its axis as
-        text. Thread-safe."""
+        """Return the number of collectives begun in this step, and the last collective with its
+        axis as text. Thread-safe."""
         begun = sum(axis.calls for axis in self._axes.values())
         last = self._last
         if not begun or last is None:

@@ -1,4 +1,5 @@
-"""Finds the late ranks that all others wait for when a collective times out: `HeartbeatMonitor`.
+"""The heartbeats of ranks, and the late ranks that all other ranks wait for when a collective times
+out: `HeartbeatMonitor`.
 
 A thread of each rank writes its position into the rendezvous store once a second: the heartbeat.
 After a timeout, `HeartbeatMonitor.explain` names the late ranks. Earlier, each stuck rank writes
@@ -6,7 +7,7 @@ the stacks of its threads and torch's flight recorder into ``stacks/`` of the ru
 
 [Note: late ranks] If a rank's heartbeat does not advance, the rank is stopped or its machine is
 gone. Among ranks with advancing heartbeats, the ranks with the smallest (step, number of begun
-collectives) are behind, and the others wait for them.
+collectives) are late: the other ranks wait for them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""``metrics.jsonl``: `read_rows` reads its rows, `set_aside_after` removes rows that a restart
-undid.
+"""``metrics.jsonl``: `read_rows` reads its rows, `set_aside_after` removes rows of steps that a
+restart repeats.
 
 The file may have any origin. No line is read beyond `LONGEST_ROW`, and a file that would take
 minutes is refused.
@@ -23,7 +23,7 @@ from parallel2d.training.metrics.keys import STEP
 LONGEST_ROW = 1 << 16  # bytes
 _LARGEST_FILE = 4 << 30  # bytes
 _MOST_LINES = 10_000_000
-_MOST_BROKEN = 100_000  # lines that are no rows; each kill leaves one
+_MOST_BROKEN = 100_000  # lines that are not rows; each kill leaves at most one
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def read_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of ``metrics.jsonl``, long ones in pieces. Raises OSError as `read_rows`."""
+    """Yield the lines of ``metrics.jsonl``, long lines in pieces. Raises OSError as `read_rows`."""
     _check_size(file)
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_ROW), b"")):
         if number >= _MOST_LINES:
@@ -47,8 +47,8 @@ def read_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_rows(file: BinaryIO) -> Iterator[Row]:
-    """The rows of ``metrics.jsonl``; lines that are none are passed over. Raises OSError for more
-    bytes or lines than any run writes, and for more lines that are no rows than kills leave."""
+    """Yield the rows of ``metrics.jsonl``, without lines that are not rows. Raises OSError for more
+    bytes or lines than any run writes, and for more invalid lines than kills can leave."""
     broken = 0
     for line in read_lines(file):
         row = parse_row(line)
@@ -94,12 +94,12 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
         broken = 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             while cut:
-                # A longer line is passed over in pieces, which are no rows.
+                # A longer line is skipped in pieces, which are not rows.
                 lowest = max(cut - LONGEST_ROW, 0)
                 begin = max(data.rfind(b"\n", lowest, cut - 1) + 1, lowest)
                 row = parse_row(data[begin:cut])
                 last = last or row
-                # Steps only grow, so all rows before this one stay too.
+                # Steps only grow, so all rows before this row stay too.
                 if row is not None and row[STEP] <= from_step:
                     standing = row
                     break

@@ -81,7 +81,7 @@ class PhaseClock:
         if self._last is not None:
             self._phases.add(phase, self._last, now)
         self._region.close()
-        # The last mark ends the last phase without beginning another one.
+        # The last mark ends the last phase, and begins no other phase.
         if self._marks < len(_TRACE_NAMES):
             self._region.enter_context(named(_TRACE_NAMES[self._marks]))
         self._last = now

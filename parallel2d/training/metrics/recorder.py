@@ -68,12 +68,12 @@ class Recorder:
         # Bytes over the replicate axis, and the number of steps with this traffic
         self._crossed_bytes, self._crossed_steps = 0.0, 0
         self._outer: dict[str, float] = {}  # the newest norm of an outer step
-        self._was_short = False  # replicas failed since the last row
+        self._was_short = False  # True if replicas have failed since the last row
         self._segment, self._step, self._first = 1, 0, True
         self._saved_at: float | None = None  # time of the last checkpoint
         self._given: dict[str, float] = {}  # metrics of hooks since the last row
         self._emitted: tuple[dict[str, Any], Sequence[float]] | None = None  # the last row
-        self._stands = 0  # the step of the last row that another rank wrote
+        self._stands = 0  # step of the last row in the file that another rank wrote
         # Sums over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted, self._rank_s = 0, 0.0
@@ -87,7 +87,7 @@ class Recorder:
 
         Args:
             segment: number of this start of the run, from 1.
-            restarted: these workers replace earlier ones.
+            restarted: these workers replace earlier workers.
             not_before: as in `Goodput.resume`.
         """
         self._segment = segment
@@ -102,7 +102,8 @@ class Recorder:
             self._warn_of_loss(found[0], restarted)
 
     def _warn_of_loss(self, last: Mapping[str, Any] | None, restarted: bool) -> None:
-        """``last``: the last row of an earlier start in this run directory."""
+        """Warn that the steps of an earlier start are lost. ``last``: its last row; None if
+        unknown."""
         if last is None and not restarted:
             return
         lost = f"{last[keys.STEP]} steps are lost" if last else "nothing is known of its steps"
@@ -179,7 +180,7 @@ class Recorder:
         given: Mapping[str, float],
     ) -> dict[str, Any] | None:
         """Record one step, and write a row every ``log_every`` steps, at the first and the last
-        step, and after a validation. Returns the row, None where there is none.
+        step, and after a validation. Returns the row, None if no row is due.
 
         Args:
             validation: validation losses by key; None if this step had no validation.
@@ -241,8 +242,8 @@ class Recorder:
         return row | self._goodput.row() | self._outer
 
     def _add(self, seconds: Mapping[str, float], reports: RankReports, live_ranks: int) -> None:
-        """Add one step of ``live_ranks`` to the sums: the seconds of this step, the traffic of the
-        previous one."""
+        """Add one step of ``live_ranks`` to the sums: the seconds of this step, and the traffic of
+        the previous step."""
         self._rank_s += seconds["step_s"] * live_ranks
         # Failed ranks report nothing.
         reporting = len(reports.busy_s) - reports.busy_s.count(0.0) or len(reports.busy_s)
@@ -302,7 +303,8 @@ class Recorder:
 
     def _write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
         # After a failure of the writing rank this rank may repeat steps with rows in the file. Each
-        # step must have one row, so the rows up to the last one in the file are not written again.
+        # step must have one row, so rows of steps that are already in the file are not written
+        # again.
         if self.writer and row[keys.STEP] > self._stands:
             self.writer.write(row, busy_s)
 
@@ -405,8 +407,8 @@ class Stragglers:
 
 
 class Goodput:
-    """The part of the wall time that trained the model, and the causes of the rest: totals on
-    rank 0, in seconds. Useful is the time of steps without the wait for data.
+    """The fraction of the wall time that trained the model, and the causes of the other time:
+    totals on rank 0, in seconds. Useful is the time of steps without the wait for data.
 
     The totals cover the time since the first start of the run, restarts included: a resumed run
     continues the totals of its last row. If workers replaced others, the time between that row and
@@ -435,7 +437,7 @@ class Goodput:
         Args:
             last_row: the last row of the file, even if its steps are repeated now.
             kept_row: the last row up to ``step``.
-            restarted: these workers replace earlier ones; False after a new start.
+            restarted: these workers replace earlier workers; False after a new start.
             not_before: begin of their start, as of `time.time`.
         """
         if not last_row or keys.WALL_S not in last_row:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from parallel2d.base.config import AXES
 from parallel2d.training.metrics import keys
 
-# In the folder of an axis: tag by quantity, and what a value is multiplied by
+# In the folder of an axis: tag by quantity, and the factor of its values
 OF_AN_AXIS = {
     "bytes": ("axis/megabytes", 1e-6),
     "seconds": ("axis/seconds", 1.0),
@@ -69,14 +69,14 @@ _DESCRIPTIONS = {
 
 
 def description(tag: str) -> str:
-    """What the values of ``tag`` are, with their unit."""
+    """Return the meaning of ``tag``, with the unit of its values."""
     found = (text for each, text in _DESCRIPTIONS.items() if re.fullmatch(each, tag))
     return next(found, "Metric of a hook")
 
 
 def derived(scalars: Mapping[str, float], device_gib: float | None) -> dict[str, float]:
-    """Values that follow from those of a row. ``device_gib``: the memory of a rank's device; None
-    without one."""
+    """Return values that are computed from the values of a row. ``device_gib``: the memory of a
+    rank's device; None without a device."""
     found: dict[str, float] = {}
     step_s = scalars.get(keys.STEP_S)
     if step_s:
@@ -92,7 +92,8 @@ def derived(scalars: Mapping[str, float], device_gib: float | None) -> dict[str,
 
 
 def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Measurements of ``axis``, by the tags that all axes share; empty for a first row."""
+    """Return the measurements of ``axis``, by the tags that all axes share; empty for a first
+    row."""
     moved: dict[str, float] = {}
     for quantity, (tag, scale) in OF_AN_AXIS.items():
         key = keys.communication_key(axis, quantity)
@@ -102,7 +103,7 @@ def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_one_rank(axes: tuple[str, ...]) -> set[str]:
-    """The tags of axes that are none of ``axes``, those with several ranks."""
+    """Return the tags of axes with a single rank; ``axes`` are the axes with several ranks."""
     single = []
     for axis in AXES:
         if axis not in axes:

@@ -91,7 +91,8 @@ _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 
 @dataclass
 class MetricsWriter:
-    """Appends one flat row per logged step to both places. Every line is flushed.
+    """Appends one flat row per logged step to ``metrics.jsonl`` and TensorBoard. Every line is
+    flushed.
 
     A failed write (the disk is full, the run directory was deleted) does not end the run: it is
     reported once, and lost rows are counted.
@@ -119,7 +120,7 @@ class MetricsWriter:
 
     def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
         """Open both files to continue after ``from_step``, and remove the rows of later steps,
-        which a restart has undone. Raises OSError, and `ConfigError` for rows that no run writes.
+        which a restart repeats. Raises OSError, and `ConfigError` for rows that no run writes.
 
         Returns the last row before the removal and the last row that stays, or None.
         """
@@ -265,7 +266,7 @@ class _EventFile:
         for tag, value in scalars.items():
             values.append(Summary.Value(tag=tag, simple_value=value))
         for value in values:
-            if value.tag not in self._described:  # TensorBoard reads the first one
+            if value.tag not in self._described:  # TensorBoard reads the first description
                 text = description(value.tag)
                 value.metadata.CopyFrom(SummaryMetadata(summary_description=text))
                 self._described.add(value.tag)
@@ -294,10 +295,9 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
         if by_title:
             charts[group] = {title: ["Multiline", tags] for title, tags in by_title.items()}
     for group, by_title in map(OPTIONAL.__getitem__, writer.charts):
-        more = {}
+        charts.setdefault(group, {})
         for title, tags in by_title.items():
-            more[title] = ["Multiline", tags]
-        charts[group] = {**charts.get(group, {}), **more}
+            charts[group][title] = ["Multiline", tags]
     yield summary.custom_scalars(charts)
 
 

@@ -94,7 +94,7 @@ def build_optimizer(
 def _log_groups(groups: list[dict[str, Any]]) -> None:
     for group in groups:
         algorithm = f"{group['algorithm']}, " if "algorithm" in group else ""
-        elements = sum(parameter.numel() for parameter in group["params"])
+        elements = sum(map(Tensor.numel, group["params"]))
         log.info(
             f"optimizer: {len(group['params'])} tensors, {elements:,} parameters: {algorithm}"
             f"weight decay {group['weight_decay']:g}, learning rate x {group['lr_scale']:g}"
@@ -132,7 +132,8 @@ def _new_optimizer(
 def _custom_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of ``config.target``. Raises `ConfigError` if it cannot train."""
+    """Build the optimizer of ``config.target``. Raises `ConfigError` if this optimizer cannot
+    train."""
     assert config.target is not None
     what = f"optimizer.target={config.target}"
     optimizer = call_reference("optimizer.target", config.target, groups, **config.arguments)
@@ -227,11 +228,7 @@ def muon_names(model: nn.Module, config: OptimizerConfig) -> set[str]:
     updated: set[int] = set()
     for group in filter(_is_muon, plan_groups(model, config)):
         updated.update(map(id, group["params"]))
-    found: set[str] = set()
-    for name, each in updated_by_name(model).items():
-        if id(each) in updated:
-            found.add(name)
-    return found
+    return {name for name, each in updated_by_name(model).items() if id(each) in updated}
 
 
 def _settings(
@@ -267,10 +264,7 @@ def _matching_entries(
         pattern = entry["pattern"]
         where = f"optimizer.groups: pattern {pattern}"
         matching = fnmatch.filter(names, pattern)
-        trainable = []
-        for name in matching:
-            if name in trained:
-                trainable.append(name)
+        trainable = list(filter(trained.__contains__, matching))
         # Parameters of an earlier entry stay in its group.
         fresh = set(trainable).difference(entry_of)
         entry_of |= dict.fromkeys(fresh, number)

@@ -10,12 +10,12 @@ the position of a value in the unsharded parameter. Blocks are parts of the rows
 parameter ([Note: blocks of rows] in `geometry.py`). Therefore every layout has the same codes.
 
 In int8 a block of values has one scale, its largest magnitude. The first moment has 127 codes per
-sign, which represent (code / 127)**4 of the scale. The second moment has 255 codes for
-(code / 255)**8, which are the same powers of its root. The distance of neighbours is 3 % at the
-scale, 10 % at a hundredth of it, and 30 % at a ten-thousandth, so that small values of a block do
-not become zero. A second moment above zero has at least the code 1: the update divides by its root.
-Roots and powers are computed by square roots and products, which are exact to the last bit on every
-device.
+sign, which represent (code / 127)**4 of the scale. The second moment has 255 codes, which represent
+(code / 255)**8 of the scale; for the root of the second moment this is the fourth power, too. The
+distance of two codes, relative to the value, is 3 % at the scale, 10 % at 1/100 of the scale and 30
+% at 1/10,000, so that small values of a block do not become zero. A second moment above zero has at
+least the code 1: the update divides by its root. Roots and powers are computed by square roots and
+products, which every device rounds correctly (IEEE 754): codes are equal to the bit on all devices.
 
 Parameters with fewer than two dims (norms, biases) keep their state in the dtype of the parameter.
 """
@@ -44,12 +44,12 @@ from parallel2d.parallel.weights.geometry import (
 )
 from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
-# Values that are updated at once: on CPU they stay in its cache.
+# Number of values that are updated at once; on a CPU they fit into the cache.
 _PIECE, _PIECE_ON_CPU = 2**22, 2**16
 
 
 class Moment(NamedTuple):
-    """A kind of state of a parameter."""
+    """A state tensor of each parameter, such as the first moment of Adam."""
 
     key: str
     is_signed: bool
@@ -70,7 +70,8 @@ class Moment(NamedTuple):
         return 127 if self.is_signed else 255
 
     def power(self, shares: Tensor) -> Tensor:
-        """Return the shares of the scale for codes, given as shares of the largest code."""
+        """Return the values of codes in units of the scale. ``shares`` are the codes divided by
+        `largest`."""
         powers = shares.square().square_()
         return powers if self.is_signed else powers.square_()
 
@@ -100,7 +101,7 @@ class Moment(NamedTuple):
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Return ``values`` in bf16, rounded up or down so that the mean is the value."""
+    """Return ``values`` in bf16, rounded stochastically: the mean of the result is the value."""
     # A bf16 number is the upper half of an fp32 number: adding random bits to the lower half
     # carries into the upper half with the right probability.
     bits = values.to(torch.float32, copy=True).view(torch.int32)
@@ -109,7 +110,8 @@ def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
 
 
 class _Blocks(NamedTuple):
-    """Blocks of this rank's part of a parameter, as the index of a tensor of two dims."""
+    """A rectangle of blocks in this rank's local shard, as an index into the shard with two
+    dims."""
 
     rows: slice
     blocks: slice
@@ -128,7 +130,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         config: the ``optimizer`` section, with ``state_dtype`` bf16 or int8.
         seed: seed of stochastic rounding.
 
-    Raises `ConfigError` for parameters whose blocks the mesh cuts, and for parameters that are not
+    Raises `ConfigError` if the mesh splits a block of a parameter, or if a parameter is not
     contiguous or not real.
     """
 
@@ -193,7 +195,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             loaded = dict(state)
-            # torch has cast the codes to the dtype of the parameter, which holds all of them.
+            # torch has cast the codes to the dtype of the parameter, which represents each code
+            # exactly.
             for moment in self.moments:
                 for key in (moment.key, moment.scale_key):
                     state.pop(key, None)
@@ -220,8 +223,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 ) from None
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the moments of ``parameter`` by key; create missing ones, and convert the ones
-        that were loaded in the dtype of another precision."""
+        """Return the moments of ``parameter`` by key. Missing moments are created; moments that
+        were loaded in another dtype are converted."""
         state = self.state[parameter]
         dtype = parameter.dtype
         if parameter.ndim > 1:
@@ -390,7 +393,8 @@ def low_precision_optimizer(
 
 
 def _pieces(parameter: Tensor, values: Tensor) -> Iterator[_Blocks]:
-    """Yield pieces of full blocks that cover ``values``, this rank's part as [rows, columns]."""
+    """Yield pieces of complete blocks that cover ``values``, this rank's shard as [rows,
+    columns]."""
     region, device = local_region(parameter), values.device
     columns = math.prod(parameter.shape[1:])
     first_row = first_column = 0

@@ -3,15 +3,15 @@
 
 [Note: one owner per matrix] The axes of the mesh are taken from the inside out: tensor, shard, and
 with ``hybrid_full`` replicate. With the other strategies each replica has its own owners, so that
-nothing crosses the slow network. An axis either splits a matrix, that is, the part that the axes
-before it have left, or its ranks hold copies. To gather, the axes that split the matrix are taken
-in reverse order: the ranks of each such axis send their parts to the rank at the owner's position
-on it; of copies, only the copy at the owner's position is sent. To scatter, the axes are taken in
-their order: the rank at the owner's position sends every rank of the axis its part, or a copy. Each
-of these steps is one all-to-all for all matrices of a round, in the mesh's own process group of the
-axis, so that the bytes over each axis are counted as usual.
+nothing crosses the slow network. Each axis either splits the part of a matrix that the inner axes
+have left, or its ranks hold copies of this part. To gather, the axes that split the matrix are
+taken in reverse order: the ranks of each such axis send their parts to the rank at the owner's
+position on it; of copies, only the copy at the owner's position is sent. To scatter, the axes are
+taken in their order: the rank at the owner's position sends every rank of the axis its part, or a
+copy. Each of these steps is one all-to-all for all matrices of a round, in the mesh's own process
+group of the axis, so that the bytes over each axis are counted as usual.
 
-Owners, rounds and the order of collectives follow only from shapes, and are therefore equal on all
+Owners, rounds and the order of collectives depend only on shapes, and are therefore equal on all
 ranks. Work is assigned in decreasing order of cost to the rank with the least work so far. In a
 round an owner holds at most `ROUND_BYTES` of unsharded matrices, or a single matrix. In a batch of
 results a rank receives at most `BATCH_BYTES`, or its part of a single matrix. Parts are padded to
@@ -23,7 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, zip_longest
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -98,7 +100,7 @@ class MatrixRound:
 
     def __post_init__(self) -> None:
         self.batches = _in_pieces(self.matrices, BATCH_BYTES, lambda matrix: matrix.part_bytes)
-        self._places = tuple(axis.place for axis in self.axes)
+        self._places = tuple(map(attrgetter("place"), self.axes))
 
     def is_sent(self, matrix: OwnedMatrix) -> bool:
         """True if the owner receives this rank's part: it receives only one of several copies."""
@@ -140,20 +142,15 @@ class MatrixRound:
         for matrix in chain.from_iterable(by_place):
             sent.append(_padded(held.pop(matrix.number), matrix.parts[level].padded))
         own = by_place[axis.place]
-        sizes = []
-        for matrices in by_place:
-            sizes.append(_numel(level, matrices))
+        sizes = list(map(partial(_numel, level), by_place))
         flat = self._exchange(axis, sent, sizes, [sizes[axis.place]] * axis.ranks)
-        shapes = []
-        for matrix in own:
-            shapes.append(matrix.parts[level].padded)
+        shapes = [matrix.parts[level].padded for matrix in own]
         # First all matrices from the first rank of the axis, then from the second, ...
         received = list(pieces_of(flat, shapes * axis.ranks))
         for index, matrix in enumerate(own):
             part = matrix.parts[level]
-            pieces = enumerate(received[index :: len(own)])
             joined = []
-            for place, piece in pieces:
+            for place, piece in enumerate(received[index :: len(own)]):
                 joined.append(piece[part.slices(place)])
             held[matrix.number] = torch.cat(joined, part.dim or 0)
 
@@ -182,9 +179,7 @@ class MatrixRound:
     def _by_place(self, level: int, matrices: Iterable[OwnedMatrix]) -> list[list[OwnedMatrix]]:
         """Group the matrices that pass this rank's line along an axis by the owner's position on
         it: the owner has this rank's position on all later axes."""
-        found: list[list[OwnedMatrix]] = []
-        for _ in range(self.axes[level].ranks):
-            found.append([])
+        found: list[list[OwnedMatrix]] = [[] for _ in range(self.axes[level].ranks)]
         for matrix in matrices:
             if matrix.owner[level + 1 :] == self._places[level + 1 :]:
                 found[matrix.owner[level]].append(matrix)
@@ -232,7 +227,7 @@ class MatrixOwners:
 
     def assign(self, costs: Sequence[float]) -> list[int]:
         """Return the number of the owner of each piece of work; ``costs`` may have any unit."""
-        work = [0.0] * math.prod(axis.ranks for axis in self._axes)
+        work = [0.0] * math.prod(map(attrgetter("ranks"), self._axes))
         owners = [0] * len(costs)
         # Every rank must assign alike: `sorted` is stable, so that equal costs keep their order,
         # and `index` finds the first of several ranks with the least work.
@@ -243,7 +238,7 @@ class MatrixOwners:
 
     def is_own(self, owner: int) -> bool:
         """True if this rank is the owner with this number."""
-        return self._places_of(owner) == tuple(axis.place for axis in self._axes)
+        return self._places_of(owner) == tuple(map(attrgetter("place"), self._axes))
 
     def plan(
         self, matrices: Mapping[int, Tensor], owners: Sequence[int], dtype: torch.dtype
@@ -319,10 +314,10 @@ def _padded(part: Tensor, shape: torch.Size) -> Tensor:
     if part.shape == shape:
         return part
     # `pad` takes the last dim first.
-    missing = []
-    for before, after in zip(part.shape, shape, strict=True):
-        missing.append(after - before)
-    return pad(part, list(chain.from_iterable((0, each) for each in reversed(missing))))
+    padding: list[int] = []
+    for before, after in zip(reversed(part.shape), reversed(shape), strict=True):
+        padding += 0, after - before
+    return pad(part, padding)
 
 
 def _numel(level: int, matrices: Sequence[OwnedMatrix]) -> int:

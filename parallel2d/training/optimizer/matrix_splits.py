@@ -1,8 +1,8 @@
 """The matrices that a parameter holds, for Muon: `matrices_in`, and `splits_of` for the entries of
 ``optimizer.matrices``.
 
-A fused projection holds several matrices one below the other, a stack of experts one per expert,
-and the weight of a convolution one with a row per output channel.
+A fused projection holds several matrices, one below the other. A stack of experts holds one matrix
+per expert. The weight of a convolution is one matrix with a row per output channel.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def matrices_in(shape: Sequence[int], entry: Mapping[str, Any]) -> list[MatrixIn
     a reason if ``entry`` does not fit the shape.
 
     Args:
-        entry: ``rows`` or ``columns`` cut each matrix, into so many equal parts, or into parts of
-            these sizes. With ``flatten`` the dims after the first one are the columns of a single
-            matrix.
+        entry: ``rows`` or ``columns`` cut each matrix into this number of equal parts, or into
+            parts of these sizes. With ``flatten`` the dims after the first dim are the columns of a
+            single matrix.
     """
     if len(shape) < 2:
         raise ValueError("it has fewer than two dims")
@@ -73,7 +73,7 @@ def splits_of(
 ) -> dict[str, list[MatrixInside]]:
     """Return the matrices of the parameters that ``entries`` match, by FQN; the first match counts.
 
-    Raises `ConfigError` for an entry without a match, and for one that does not fit a shape.
+    Raises `ConfigError` for an entry without a match, and for an entry that does not fit a shape.
     """
     found: dict[str, list[MatrixInside]] = {}
     for entry in entries:

@@ -5,11 +5,11 @@ and ``torch.optim.AdamW`` bit by bit.
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
 Its update is the unsharded momentum matrix after Newton-Schulz iterations in bf16, which make it
 orthogonal. A sum over parts would round differently from the sum over the unsharded matrix.
-Therefore each rank casts its part to bf16, as the iteration would do first, and one rank, the
-owner, receives all parts, iterates, and sends every rank its part of the result. A parameter that
-holds several matrices (`matrix_splits.py`) has one owner, which iterates on each: see [Note: one
-owner per matrix] in `matrix_owners.py`. The iterations of a model are divided among the ranks with
-the same updates, by their FLOPs.
+Therefore each rank casts its part to bf16, which is the first operation of the iteration. One rank,
+the owner, receives all parts, runs the iteration, and sends every rank its part of the result. A
+parameter that holds several matrices (`matrix_splits.py`) has one owner, which iterates on each
+matrix: see [Note: one owner per matrix] in `matrix_owners.py`. The iterations of a model are
+divided among the ranks with the same updates, by their FLOPs.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # Its defaults complete AdamW's groups. torch requires a parameter for the constructor; it
-        # is never updated: see `step`.
+        # The defaults of this optimizer complete AdamW's groups. torch's constructor requires a
+        # parameter, which is never updated: see `step`.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused
         )
@@ -110,8 +110,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             loss = torch.enable_grad()(closure)()
         self._update_matrices()
-        # AdamW works on this optimizer's own groups and state. They are assigned in each step,
-        # because load_state_dict replaces them.
+        # AdamW works on this optimizer's groups and state, which are assigned in each step, because
+        # load_state_dict replaces them.
         self._adamw.param_groups = self._groups(ADAMW)
         self._adamw.state = self.state
         self._adamw.step()
@@ -119,14 +119,11 @@ class Muon(torch.optim.Optimizer):
 
     def _update_matrices(self) -> None:
         """Update by Muon; see [Note: orthogonalization needs the whole matrix]. Collective."""
-        trained = []
-        for pair in self._matrices():
-            if pair[0].grad is not None:
-                trained.append(pair)
         matrices, groups = [], []
-        for parameter, group in trained:
-            matrices.append(parameter)
-            groups.append(group)
+        for parameter, group in self._matrices():
+            if parameter.grad is not None:
+                matrices.append(parameter)
+                groups.append(group)
         for each in self._plan(matrices, groups):
             parts = {}
             for matrix in each.matrices:
@@ -162,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         for region, shape in self._matrices_in(parameter):
             common = region.intersect(held)
             if common is not None:
-                # From the unsharded shape, as `torch.optim.Muon` does.
+                # Computed from the unsharded shape, as in `torch.optim.Muon`.
                 lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], shape)
                 inside = common.slices_in(held)
                 local[inside].add_(part[inside], alpha=-lr)

@@ -49,7 +49,7 @@ def whole_matrices(
         optimizer_class: receives plain tensors, with values and gradients only during ``step``.
         parameters: the parameters of a parallelized model, or groups of them.
         split: False: each group has one owner, so that a class may stack its parameters. True:
-            each parameter may have another owner, for classes that treat each one separately.
+            each parameter may have another owner, for classes that treat each parameter separately.
         arguments: passed to ``optimizer_class``.
 
     Raises `ConfigError` for parameters on different meshes, for a class with a ``step`` that needs
@@ -74,7 +74,8 @@ class WholeMatrices(torch.optim.Optimizer):
         real: dict[nn.Parameter, Tensor] = {}
 
         def place_of(parameter: Tensor) -> nn.Parameter:
-            # Takes no memory. NaN, so that a computation with the value is noticed.
+            # A placeholder without memory; its value is NaN, so that a computation with the
+            # placeholder is noticed.
             value = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
             whole = nn.Parameter(value.expand(parameter.shape), parameter.requires_grad)
             whole.grad_dtype = None  # any dtype
@@ -314,11 +315,7 @@ def _scatter(rounds: Sequence[MatrixRound], wholes: Tensors, targets: Tensors) -
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for key, value in group.items():
-        if key != "params":
-            settings[key] = value
-    return settings
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -146,7 +146,7 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     return lines
 
 
-# Overrides that only concern the begin of a run, or that get another value
+# Overrides that affect only the beginning of a run, or that get another value
 _NOT_AGAIN = (
     *("train.steps=", "train.epochs=", "train.certify", "launch.host_id="),
     *("hydra.run.", "checkpoint.resume=", "checkpoint.load="),
@@ -154,7 +154,8 @@ _NOT_AGAIN = (
 
 
 def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
-    """Return overrides for the planned rest if the run was stopped, else for twice the steps."""
+    """Return the overrides for the remaining steps if the run was stopped, otherwise for twice the
+    number of steps."""
     words = []
     for word in job.overrides:
         if not word.lstrip("+").startswith(_NOT_AGAIN):
@@ -168,8 +169,9 @@ def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _short(path: str, job: Job) -> str:
-    """``path`` as the user's shell takes it, relative to its folder if that is shorter."""
-    # With hydra.job.chdir=true this process is in the run directory, the shell elsewhere.
+    """Return ``path`` for the user's shell: relative to the shell's folder if this is shorter."""
+    # With hydra.job.chdir=true this process runs in the run directory, and the shell is in another
+    # folder.
     if "://" in path or os.path.realpath(job.run_dir) == os.getcwd():
         return path
     relative = os.path.relpath(path)

@@ -1,12 +1,12 @@
-"""The starts of a run: `accept_start` records a start once no check can refuse it any more,
-`read_segments` reads the records, `changes_since` compares two starts.
+"""The starts of a run: `accept_start` records a start after all checks have passed, `read_segments`
+reads the records, `changes_since` compares two starts.
 
 ``segments.jsonl`` has one line per start; rows of ``metrics.jsonl`` refer to it by its number.
 
-[Note: pending records] Hydra writes the composed configuration before any check. It writes into a
-separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the start
-is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last start
-that was accepted and had steps to train.
+[Note: pending records] Hydra writes the composed configuration before any check. Hydra writes into
+a separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the
+start is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last
+start that was accepted and had steps to train.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class AcceptedStart:
     """A start that every check has accepted."""
 
     segment: Segment
-    before: Segment | None  # the start that this one continues
+    before: Segment | None  # the start that this start continues
     changes: tuple[str, ...]  # lines with the differences from that start
     begun_before_s: float  # begin of the run's previous start, as of `time.time`; 0: none
 
@@ -239,7 +239,7 @@ def _own_version() -> str:
 
 
 def _start_before(job: Job, earlier: list[Segment], finished_steps: int) -> Segment | None:
-    """Return the start that this one continues: of this run, or of the run in
+    """Return the start that the new start continues: of this run, or of the run in
     ``checkpoint.resume``."""
     if not finished_steps:
         return None

@@ -1,8 +1,8 @@
 """Checks that find errors of a training script in its first steps: `check_script`.
 
 The checks are active during the first steps of a model's optimizers (``checks.steps``). Afterwards
-all hooks and modes are removed. A write to a parameter may show only on the ranks with the written
-local shard: if a backward pass follows, the agreement of its ranks notifies the other ranks.
+all hooks and modes are removed. A write to a parameter may be visible only on the ranks with the
+written local shard. If a backward pass follows, its status all-reduce notifies the other ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def check_script(
     if steps == "off" or steps == 0:
         return
     averages = mesh_shape(mesh).data_ranks > 1
-    handles = audit_forwards(model, gathered, averages)
+    frees = bool(config.strategy.placement.reshard_after_forward)
+    handles = audit_forwards(model, gathered, averages, frees)
     if config.compile.name != "none":
         handles += function_mode.hide_in_forwards(model)
     remaining = None if steps == "always" else int(steps)
@@ -51,8 +52,8 @@ def check_script(
     # The hook keeps the checks alive, so they end with the model.
     handles.append(model.register_forward_hook(checks.forget_step))
     _checks.append(weakref.ref(checks, _end))
-    # With a context axis, a torch function mode intercepts attention. It would not see calls below
-    # another mode, so the script mode is not used there.
+    # With a context axis, a torch function mode intercepts attention. This mode would not see calls
+    # below another mode, so the script mode is not used.
     if mesh_shape(mesh).context == 1:
         function_mode.activate(_changed_groups, _unsharded_name)
 
@@ -79,11 +80,10 @@ class _ScriptChecks:
             mode.stepping = None
 
     def count_step(self, stepped: set[int]) -> bool:
-        """Count a step of the parameters with the ids ``stepped``. Return True at the last one."""
-        groups = [each.group for each in self.gathered.groups]
+        """Count a step of the parameters with the ids ``stepped``. Return True at the last step."""
         ours = []
-        for group in groups:
-            for each in group.parameters:
+        for gathered in self.gathered.groups:
+            for each in gathered.group.parameters:
                 ours.append(id(updated_as(each.sharded)))
         if self._remaining is None or stepped.isdisjoint(ours):
             return False
@@ -107,8 +107,7 @@ def _active() -> list[_ScriptChecks]:
 def _changed_groups() -> list[FSDPGroup]:
     groups: list[FSDPGroup] = []
     for checks in _active():
-        for group in checks.gathered.changed():
-            groups.append(group)
+        groups += checks.gathered.changed()
     return groups
 
 
@@ -162,7 +161,7 @@ def _deactivate_unused(freed: weakref.ref[_Cycle] | None = None) -> None:
 
 
 def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuse trained parameters outside of all models in one optimizer with sharded ones."""
+    """Refuse trained parameters outside of all models in one optimizer with sharded parameters."""
     if not _checks:
         return
     others: list[Tensor] = []

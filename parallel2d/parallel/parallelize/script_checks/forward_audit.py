@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -22,8 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParameter
 from parallel2d.parallel.fsdp_internals.sharded_model import (
-    RunningForward,
-    collect_grad_tensors,
     in_backward,
 )
 from parallel2d.parallel.fsdp_internals.tensors import (
@@ -37,10 +34,13 @@ from parallel2d.parallel.model_structure import (
     class_name,
     direct_parameters,
     fqn_of,
+    is_dataclass_object,
     join_names,
     places_in,
     plain_attributes,
     tensors_in,
+    trained_tensors_in,
+    values_in,
 )
 from parallel2d.parallel.parallelize.unsharded_parameters import INSTEAD, UnshardedParameters
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
@@ -53,11 +53,15 @@ _MISPLACED = (
 
 
 def audit_forwards(
-    model: nn.Module, gathered: UnshardedParameters, averages: bool
+    model: nn.Module, gathered: UnshardedParameters, averages: bool, frees: bool
 ) -> list[RemovableHandle]:
     """Install the checks, and return the handles of their hooks.
 
-    ``averages``: True with several data ranks.
+    Args:
+        model: the model.
+        gathered: its unsharded parameters.
+        averages: True with several data ranks.
+        frees: True if parameters are freed between forward and backward.
     """
     audit = _Audit(model, gathered, averages)
     handles = [
@@ -74,7 +78,7 @@ def audit_forwards(
             # parameters. Afterwards their values and versions could not be read.
             handles.append(module.register_forward_hook(group.leave, prepend=True))
     for name, module in sharded_modules(model):
-        handles += _ArgumentAudit(module, name).install()
+        handles += _ArgumentAudit(module, name, frees).install()
     return handles
 
 
@@ -108,7 +112,7 @@ class _Audit:
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self.compares_values = number & (number - 1) == 0
-        # No backward pass has run that would notify the other ranks.
+        # A backward pass, which would notify the other ranks, has not run.
         if self.engine.fault and not self.engine.pending:
             raise RuntimeError(self.engine.fault)
 
@@ -177,9 +181,9 @@ class _GroupAudit:
         assert whole is not None
         values: Tensor | None = None
         local = part_of(whole).detach()
-        # Tensor subclasses with a custom all-gather have other values.
+        # The unsharded values of tensor subclasses with a custom all-gather differ.
         if self._audit.compares_values and type(local) is Tensor:
-            # Only this rank's part: the other ranks compare theirs.
+            # Only this rank's local shard: each rank compares its own shard.
             flat = local.reshape(-1)[parameter.start :][: parameter.local_size.numel()]
             values = flat.clone().view(torch.uint8)
         return version_of(whole), storage_of(whole), values
@@ -215,13 +219,13 @@ class _ArgumentAudit:
     sharded modules do not support.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, frees: bool) -> None:
         self._module = module
         self._called = name or class_name(module)
-        self._running = RunningForward(module)
+        self._frees = frees
         # Ids of containers in the arguments of the running calls
         self._given: list[set[int]] = []
-        # The defaultdicts in the arguments of the last one
+        # The defaultdicts in the arguments of the last running call
         self._defaults: list[Any] = []
         # Containers that the last call received, their entries, and True if the caller holds them
         self._received: list[tuple[Any, Any, bool]] = []
@@ -235,7 +239,7 @@ class _ArgumentAudit:
         ]
 
     def _keep(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_differentiated_forward((args, kwargs), self._running.frees):
+        if is_differentiated_forward((args, kwargs), self._frees):
             raise RuntimeError(
                 f"{self._called} was called with a derivative of "
                 "torch.autograd.forward_ad, which sharded modules support only under "
@@ -244,15 +248,15 @@ class _ArgumentAudit:
         containers = list(_containers_in([*args, *kwargs.values()]))
         self._given.append(set(map(id, containers)))
         self._defaults = [each for each in containers if isinstance(each, defaultdict)]
-        # Torch would fail to copy it.
-        if torch.is_grad_enabled() and collect_grad_tensors(self._defaults):
+        # torch would fail to copy this container.
+        if torch.is_grad_enabled() and trained_tensors_in(self._defaults):
             raise self._defaultdict()
 
     def _receive(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         own = self._given[-1]
         containers = list(_containers_in([*args, *kwargs.values()]))[1:]
         self._received = [(each, _entries(each), id(each) in own) for each in containers]
-        # Torch makes plain dicts of them where it casts.
+        # torch replaces a defaultdict by a plain dict when it casts tensors.
         if len(self._defaults) > sum(isinstance(each, defaultdict) for each in containers):
             raise self._defaultdict()
 
@@ -267,7 +271,7 @@ class _ArgumentAudit:
             return
         self._given.pop()
         received, self._received = self._received, []
-        no_result = torch.is_grad_enabled() and not collect_grad_tensors(output)
+        no_result = torch.is_grad_enabled() and not trained_tensors_in(output)
         changed = list(filter(_holds_result, tree_leaves((args, kwargs)))) if no_result else []
         for container, before, is_seen in received:
             if _entries(container) != before and (no_result or not is_seen):
@@ -280,21 +284,10 @@ class _ArgumentAudit:
             )
 
 
-def _values(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return list(container.values())
-    if is_dataclass(container):
-        values: list[Any] = []
-        for each in fields(container):
-            values.append(getattr(container, each.name, None))
-        return values
-    return list(container)
-
-
 def _entries(container: Any) -> list[Any]:
     """Return the entries of ``container`` by identity; it keeps them alive, so ids stay unique."""
     keys = list(container) if isinstance(container, dict) else []
-    return [keys, list(map(_Same, _values(container)))]
+    return [keys, list(map(_Same, values_in(container)))]
 
 
 class _Same:
@@ -311,20 +304,17 @@ class _Same:
 
 def _containers_in(value: Any) -> Iterator[Any]:
     """Yield the containers in ``value``, recursively, outer containers first."""
-    # Those of which `fully_shard` makes copies where it casts, or where they hold gradients
-    is_copied = isinstance(value, list | dict | set)
-    is_copied |= is_dataclass(value) and not isinstance(value, type)
+    # Containers that `fully_shard` copies, because it casts tensors or because tensors need
+    # gradients
+    is_copied = isinstance(value, list | dict | set) or is_dataclass_object(value)
     if is_copied:
         yield value
     if is_copied or isinstance(value, tuple):
-        yield from chain.from_iterable(map(_containers_in, _values(value)))
+        yield from chain.from_iterable(map(_containers_in, values_in(value)))
 
 
 def _holds_result(argument: object) -> bool:
     """Return True if ``argument`` is an object with a tensor that a backward pass may reach."""
-    values = vars(argument).values() if hasattr(argument, "__dict__") else ()
-    held = []
-    for value in values:
-        if isinstance(value, Tensor):
-            held.append(value)
-    return not isinstance(argument, Tensor) and any(value.requires_grad for value in held)
+    if isinstance(argument, Tensor) or not hasattr(argument, "__dict__"):
+        return False
+    return any(isinstance(each, Tensor) and each.requires_grad for each in vars(argument).values())

@@ -42,8 +42,8 @@ _SHARDED = re.compile(r"DTensor|[Ss]harding|placement")
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-# Calls that return a tensor in the same memory, of which torch does not know that it is a view, and
-# an attribute of such tensors of copied views
+# Calls that return a tensor in the same memory, which torch does not record as a view; and the
+# attribute that marks such tensors of copied views
 _SHARING = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 _COPIED = "_parallel2d_copied"
 # Position of ``inputs``, and attributes that tensors in it must not have: gradients that backward
@@ -217,7 +217,7 @@ def _changes_first(name: str) -> bool:
 
 
 def _is_copied(tensor: DTensor) -> bool:
-    """True for a copied view, and for what shares its memory."""
+    """True for a copied view, and for tensors that share its memory."""
     return is_copied_view(tensor) or hasattr(tensor, _COPIED)
 
 

@@ -76,12 +76,13 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
     try:
         yield
-    # `break`, and an exception in the body of the loop, end a generator by GeneratorExit. No
-    # exception leaves it then: Python prints a traceback of it.
+    # `break`, and an exception in the body of the loop, end a generator by GeneratorExit. The
+    # generator must not raise another exception here, because Python would only print its
+    # traceback.
     except GeneratorExit:
         try:
             discard_accumulated(model)
-        except RuntimeError as error:  # another rank has ended, as the body has raised
+        except RuntimeError as error:  # another rank has ended
             log.info("an interrupted global batch was not discarded: %s", error)
         raise
     except BaseException:
@@ -117,7 +118,7 @@ def discard_accumulated(model: nn.Module) -> None:
 
 def clear_with_gradients(model: nn.Module) -> None:
     """Make ``model.zero_grad()`` drop all gradients. This includes gradients of sharded parameters
-    while unsharded ones are in the modules, and sums outside of ``.grad``."""
+    while unsharded parameters are in the modules, and sums outside of ``.grad``."""
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)

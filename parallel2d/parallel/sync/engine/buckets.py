@@ -10,6 +10,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -50,8 +51,8 @@ class GroupGradients:
         self.group = group
         self.comm_format = comm_format
         self.state = ReduceState.WAITING
-        # For each parameter, also frozen ones: True if this rank has a gradient, and after the
-        # agreement, if any rank has one.
+        # For each parameter, including frozen parameters: True if this rank has a gradient. After
+        # the status all-reduce, True if any rank has a gradient.
         self.used = [False] * len(group.parameters)
         # Recorded forwards without their backward pass so far; 2 means several.
         self.forwards = 0
@@ -110,12 +111,13 @@ class GroupGradients:
             parameter.cast_gradient(parameter.gradient_dtype)
         if crosses:
             self.set_aside_means()
-        # Sums that stay on this replica are not means any more.
+        # Sums that are not reduced over the replicas are not means.
         elif self.state is ReduceState.AVERAGED:
             self.state = ReduceState.WAITING
-        # Ranks of a shard group run the same groups: a group without a forward here had none there.
+        # Ranks of a shard group run the same groups: a group without a forward on this rank had no
+        # forward on the others.
         self.group.prepare_gradients(fill=has_gradient or self.forwards > 0)
-        # Hooks run after the agreement, when gradients are complete.
+        # Hooks run after the status all-reduce, when gradients are complete.
         for parameter in self.group.trained:
             parameter.take_hooks()
 
@@ -141,7 +143,7 @@ class GroupGradients:
 
     def reduce_rest(self) -> None:
         """Reduce over the shard axis the sums of earlier backward passes of the global batch."""
-        # After a backward pass that was set up as the last one, no sums remain.
+        # After a backward pass that was set up as the last backward pass, no sums remain.
         if self.group.has_unsharded_gradients:
             # This calls `begin_reduction` and `end_reduction` as a backward pass does.
             self.group.reduce_late()
@@ -180,12 +182,13 @@ class GroupGradients:
 
     def note_used(self) -> None:
         """Update `used` with the gradients of this pass."""
-        # Gradients of zeros, which backward leaves after a dummy
+        # After only a dummy forward, backward has left gradients of zeros.
         is_dummy = self.ran_dummy and not self.ran_module
         for number, parameter in enumerate(self.group.parameters):
             if parameter.has_unsharded_gradient and not is_dummy:
                 self.used[number] = True
-            # A gradient of an earlier pass may be on the part that this replica updates.
+            # An earlier pass may have left a gradient on the sharded parameter, or on the part that
+            # this replica updates.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:
                 self.used[number] = False
 
@@ -206,7 +209,8 @@ class GroupGradients:
         if self.state is not ReduceState.AVERAGED:
             return
         self.state = ReduceState.WAITING
-        # In 32 bits or more they stay: averaging equal gradients again rounds once, in fp32.
+        # Means in 32 bits or more are not set aside: averaging equal gradients again rounds once,
+        # in fp32.
         if not self.comm_format.rounds:
             return
         for parameter in self.group.trained:
@@ -234,7 +238,7 @@ class GroupGradients:
 class Bucket:
     """The sharded gradients of one or more neighbouring groups, as one flat tensor.
 
-    The methods are those of torch's ``GradBucket``, so that hooks for
+    The methods have the names and results of torch's ``GradBucket``, so that hooks for
     `torch.nn.parallel.DistributedDataParallel` accept a bucket: `index`, `buffer`, `gradients`,
     `parameters`, `is_last`, `set_buffer`.
 
@@ -247,7 +251,7 @@ class Bucket:
     def __init__(self, index: int, groups: Sequence[GroupGradients], last: bool) -> None:
         self.groups = groups
         self.comm_format = groups[0].comm_format
-        # Its trained parameters
+        # The trained parameters of the groups
         self.trained: list[FSDPParameter] = []
         for each in groups:
             self.trained.extend(each.group.trained)
@@ -269,7 +273,7 @@ class Bucket:
     def buffer(self) -> Tensor:
         """Return all gradients, flat and real: this replica's, or the mean after the reduction."""
         assert self._flat is not None, "the bucket is not being reduced"
-        # Collectives and hooks take real tensors: a complex number is sent as two real ones.
+        # Collectives and hooks take real tensors: a complex number is sent as two real numbers.
         return _as_real(self._flat).view(-1)
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -279,14 +283,15 @@ class Bucket:
     def gradients(self) -> list[Tensor]:
         """Return this rank's shard of each gradient, a view of `buffer`."""
         # After `flatten` every parameter has a gradient.
-        return [parameter.local_gradient for parameter in self.trained]  # type: ignore[misc]
+        return list(map(attrgetter("local_gradient"), self.trained))
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of `gradients`."""
-        return [parameter.sharded for parameter in self.trained]
+        return list(map(attrgetter("sharded"), self.trained))
 
     def parts(self) -> list[Tensor]:
-        """Return views of `buffer`, in the order of `parameters`; complex ones as real numbers."""
+        """Return views of `buffer`, in the order of `parameters`; complex gradients as real
+        numbers."""
         return list(map(_as_real, self._parts))
 
     def release(self) -> None:
@@ -301,9 +306,7 @@ class Bucket:
         Nothing is copied if they already are views of one tensor, as FSDP's gradients of one group
         are. A parameter without a gradient gets zeros: another replica may have one.
         """
-        gradients = []
-        for parameter in self.trained:
-            gradients.append(parameter.local_gradient)
+        gradients = list(map(attrgetter("local_gradient"), self.trained))
         self._flat = _common_storage(gradients)
         # Several groups have several storages at first.
         if self._flat is None:
@@ -336,10 +339,8 @@ class Bucket:
         self.buffer().zero_()
 
     def _allocate(self) -> None:
-        first, shapes = self.trained[0], [parameter.local_size for parameter in self.trained]
-        sizes = []
-        for shape in shapes:
-            sizes.append(shape.numel())
+        first, shapes = self.trained[0], list(map(attrgetter("local_size"), self.trained))
+        sizes = list(map(torch.Size.numel, shapes))
         dtype, device = first.gradient_dtype, first.sharded.device
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         pieces = self._flat.split(sizes)
@@ -356,7 +357,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
     None otherwise. Gaps hold padding: a view with gaps would have a size that depends on how the
     gradients were computed, and replicas could send different sizes.
     """
-    # A parameter without a gradient needs zeros, and the storage has no room for them.
+    # A parameter without a gradient needs zeros, for which the storage has no space.
     found = []
     for tensor in tensors:
         if tensor is not None:
@@ -372,7 +373,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
         # The order in storage may differ from the order of the parameters.
         begin = min(begin, tensor.storage_offset())
         end = max(end, tensor.storage_offset() + tensor.numel())
-    filled = sum(tensor.numel() for tensor in found)
+    filled = sum(map(Tensor.numel, found))
     if end - begin != filled:
         return None
     return first.as_strided((filled,), (1,), begin)
@@ -478,9 +479,7 @@ class BucketQueue:
                 kinds.append((each.comm_format, each.gradient_dtype))
             filled = fill_buckets(sizes, kinds, self.bucket_bytes)
             for index, members in enumerate(filled):
-                inside = []
-                for member in members:
-                    inside.append(groups[member])
+                inside = list(map(groups.__getitem__, members))
                 self._buckets.append(Bucket(index, inside, last=index == len(filled) - 1))
         return self._buckets[self._next :]
 
@@ -503,7 +502,7 @@ class BucketQueue:
         self._continue_all_but(_BETWEEN)
 
     def _continue_all_but(self, left: int) -> None:
-        """Run all but the last step of the oldest reductions, which send their messages.
+        """Run all but the last step of the oldest reductions. These steps send the messages.
 
         The order is the order of the starts, so it is the same on every replica.
         """
@@ -537,8 +536,8 @@ class BucketQueue:
         # Gradients are written on two streams: FSDP accumulates on `accumulating`, and with one
         # rank on the shard axis on the current stream. All kernels of a final group are issued on
         # the host before this point, so the waits below cover them. Both waits are needed for
-        # every bucket, because a bucket may join groups of both kinds. The current stream also
-        # carries the optimizer of the previous step, which reads the memory of earlier buckets.
+        # every bucket, because a bucket may join groups of both kinds. The optimizer of the
+        # previous step also runs on the current stream, and reads the memory of earlier buckets.
         self.stream.wait_stream(current_stream(self.device_type))
         self.stream.wait_stream(self.accumulating)
         with on_stream(self.device_type, self.stream):

@@ -2,10 +2,10 @@
 
 [Note: owning the replicate axis] `fully_shard` reduces over the shard axis only. The engine then
 averages each group's sharded gradients over the replicas, parameter by parameter, once per global
-batch. A parameter that a replica did not use counts as zero, and so does a group that the last
-micro-batch of a replica skipped. This is correct for any routing of data through the model. FSDP2's
-second mesh axis (HSDP) is not correct then: its partial sums do not record which parameters they
-hold.
+batch. Parameters that a replica did not use count as zero, also if the last micro-batch of a
+replica skips a complete group. This is correct for any routing of data through the model. FSDP2's
+second mesh axis (HSDP) is not correct for such routing, because its partial sums do not record
+their parameters.
 
 The reductions start during the last backward pass (`buckets.py`), and the engine waits for all of
 them at its end, so that ``loss.backward()`` returns with the mean over all data ranks in every
@@ -104,7 +104,7 @@ class ReplicaReducer:
         self._state = BatchState.AGREED
         # `finish` counts the steps; a resumed trainer sets the number of the next step.
         self.keys = RoundingKeys(seed)
-        # Acts after the optimizer's updates
+        # Object that acts after the optimizer's updates
         self.updates = UpdateFollower()
         self.gradients = [
             GroupGradients(group, method.format_for(group.communication_dtype)) for group in groups
@@ -135,7 +135,7 @@ class ReplicaReducer:
         self._reduces_status = True
         # Message of a fault of this rank after this global batch; empty without one.
         self.fault = ""
-        # The fault of the ending global batch, which the agreement sends to the other ranks
+        # The fault of the ending global batch, which the status all-reduce sends to the other ranks
         self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
@@ -151,8 +151,8 @@ class ReplicaReducer:
         return self._state is BatchState.PENDING
 
     def count_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count an update before each step of an ``optimizer``. The next agreement compares the
-        counts of all ranks: a rank that left out an update or a backward pass is out of step."""
+        """Count an update before each step of an ``optimizer``. The next status all-reduce compares
+        the counts of all ranks, and so finds a rank that omitted an update or a backward pass."""
         first = set()
         for group in optimizer.param_groups:
             if group["params"]:
@@ -194,7 +194,7 @@ class ReplicaReducer:
 
     def end_backward(self) -> None:
         """Run at the end of every backward pass."""
-        # Where the next forward is another method than the model's own; see
+        # Needed if the next forward starts in a method other than ``forward``; see
         # `GatheredParameters.begin`.
         torch.clear_autocast_cache()
         for each in self.gradients:
@@ -243,13 +243,14 @@ class ReplicaReducer:
             self._reduce_status()
 
     def finish_without_backward(self) -> None:
-        """Finish a global batch without a computation on this replica. It gets the mean like the
-        others. Its own gradients are zeros, or the mean of an earlier call."""
-        # An error before the agreement must drop gradients, which may be this rank's only.
+        """Finish a global batch of which this replica computes nothing. This replica contributes
+        zeros, or the mean of an earlier call, and receives the mean like the other replicas."""
+        # If an error follows before the all-reduce of the step status, gradients must be dropped,
+        # because they may not be reduced yet.
         self._state = BatchState.REDUCED
         for each in self.gradients:
             each.note_used()
-            # As after a backward pass, the hooks run after the agreement.
+            # As after a backward pass, the hooks run after the all-reduce of the step status.
             for parameter in each.group.trained:
                 parameter.take_hooks()
                 parameter.give_hooks_back()
@@ -275,15 +276,16 @@ class ReplicaReducer:
                     )
         return ""
 
-    # The agreement on used parameters
+    # The status all-reduce: used parameters and faults
 
     @property
     def may_defer_status(self) -> bool:
-        """True if the agreement can run later: it sums no scalars, and all replicas agree."""
+        """True if the status all-reduce can run later: it sums no scalars, and covers all
+        replicas."""
         return not self._scalars and self.method.replicas_equal
 
     def defer_status(self) -> None:
-        """Leave the agreement to the caller.
+        """Leave the status all-reduce to the caller.
 
         After each backward pass that ends a global batch the caller sums `status_vector` over all
         ranks, and passes the sum to `apply_status`. A caller with tensors without storage, and so
@@ -305,8 +307,8 @@ class ReplicaReducer:
         so they must see the gradient of the optimizer. FSDP would call them when the reduce-scatter
         of a group ends: before the reduction over replicas, in the accumulation dtype, and for
         parameters that no rank used. `_before_reduction` therefore removes them, and they are
-        called here, after all reductions and the agreement, once per parameter with a gradient, in
-        the order of the groups on every rank.
+        called here, after all reductions and the status all-reduce, once per parameter with a
+        gradient, in the order of the groups on every rank.
 
         Raises `ConfigError` as `UsedParameters.used_in` does.
         """
@@ -320,7 +322,7 @@ class ReplicaReducer:
         self._state = BatchState.AGREED
 
     def _reduce_status(self) -> None:
-        """Run the agreement of a custom training loop. Collective over the data ranks."""
+        """Run the status all-reduce of a custom training loop. Collective over the data ranks."""
         vector = self.status_vector()
         summed, totals = self.used_parameters.sum_with(vector, self._scalars)
         self.apply_status(summed)
@@ -331,7 +333,7 @@ class ReplicaReducer:
 
         No other rank then waits forever. Returns the error that all ranks raise.
         """
-        # The trainer's own agreement reports the error to the other ranks.
+        # The trainer's status all-reduce reports the error to the other ranks.
         order = self._order
         if not self._reduces_status or (order is not None and not order.others_agree):
             return error
@@ -350,18 +352,18 @@ class ReplicaReducer:
 
     def meet(self, point: str) -> None:
         """Wait until all ranks have come to ``point``, outside of a step. Collective over the data
-        ranks. Raises `ConfigError` on every rank if one of them does something else."""
+        ranks. Raises `ConfigError` on every rank if a rank is at another point."""
         if self._order is None:
             return
         try:
             self._order.meet(point)
         except ConfigError as error:
             raise self.abandon(error) from None
-        # A trainer agrees in its steps.
+        # A trainer has its own status all-reduce in each step.
         if self._reduces_status and current() is None and self._has_replicas:
             self.used_parameters.agree_outside_of_step("")
 
-    # Gradients that are dropped
+    # Gradients that are discarded
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drop all gradients."""
@@ -375,7 +377,7 @@ class ReplicaReducer:
         if self.buckets is not None:
             self.buckets.cancel()
         self._join_streams()
-        # Before the agreement some gradients may be this rank's only.
+        # Before the all-reduce of the step status, some gradients may be not reduced yet.
         if self._state is not BatchState.AGREED:
             self._clear(set_to_none=True)
         self._state = BatchState.AGREED

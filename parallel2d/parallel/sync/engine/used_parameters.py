@@ -93,7 +93,7 @@ class UsedParameters:
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}
         self._were_named = False
         self.reductions = 0
-        self.updates = 0  # optimizer steps since the last agreement
+        self.updates = 0  # optimizer steps since the last status all-reduce
         self._compared_updates = 0
 
     def vector(self, used: Sequence[bool], fault: str) -> Tensor:

@@ -55,7 +55,7 @@ class CastQuantizer:
         """
         if sent.device.type != "cpu":
             return sent.sum(0, dtype=dtype).div_(len(sent))
-        # In sequence: torch's sum uses another order for some sizes.
+        # Add in sequence, because torch's sum uses another order for some sizes.
         return mean_of([self.dequantize(each, dtype) for each in sent])
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
@@ -103,7 +103,7 @@ class CommunicationFormat:
     def bytes_of(self, shapes: Iterable[torch.Size]) -> int:
         """Return bytes of tensors of these shapes; each tensor starts a new block."""
         if self.dtype is not None:
-            return self.dtype.itemsize * sum(shape.numel() for shape in shapes)
+            return self.dtype.itemsize * sum(map(torch.Size.numel, shapes))
         row = BlockFormat(self.bits).row_bytes
         return row * sum(blocks_of(shape.numel()) for shape in shapes)
 
@@ -118,9 +118,7 @@ class CommunicationFormat:
         """
         if self.dtype is not None:
             return CastQuantizer(self.dtype)
-        numels = []
-        for tensor in tensors:
-            numels.append(tensor.numel())
+        numels = list(map(Tensor.numel, tensors))
         # Error feedback sends the rounding error later, so rounding to the nearest is unbiased over
         # steps, and its error is half the error of stochastic rounding.
         noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)

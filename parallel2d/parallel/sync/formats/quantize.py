@@ -3,12 +3,12 @@
 [Note: block codes] The scale of a block is its largest finite magnitude divided by the largest
 code. A value is rounded to one of the two codes around it, at random, so that the mean of the
 result is the value (stochastic rounding). The error of a value is below the scale of its block. The
-codes above the largest code stand for infinities and NaN, so that a step that must be refused is
-refused.
+codes above the largest code represent infinities and NaN, so that a step with non-finite gradients
+is detected and skipped.
 
 A message holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
-depend only on a key and a position. They are equal on CPU and GPU and for every split of a tensor;
-a generator would have a state.
+depend only on a key and a position. The numbers are equal on CPU and GPU and for every split of a
+tensor. A generator would have a state, and could not guarantee this.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy
 import torch
@@ -130,7 +131,7 @@ class BlockQuantizer:
             places = None if self._noise is None else self._noise.places
             return fused_quantize.quantize(rows, places, first, stage, self._format.bits)
         if self._noise is None:
-            # 0.5 before rounding down is rounding to the nearest.
+            # Adding 0.5 before rounding down rounds to the nearest code.
             return self._format.quantize(rows, 0.5)
         return self._format.quantize(rows, self._noise.numbers(first, first + len(rows), stage))
 
@@ -147,7 +148,7 @@ class BlockQuantizer:
     def places(self, replicas: int) -> tuple[Tensor, int]:
         """Return the permutation that distributes the blocks to ``replicas``; see `owners_of`.
 
-        The new position of each block, and the number of positions per replica.
+        Returns the new position of each block, and the number of positions per replica.
         """
         dealt_to: list[numpy.ndarray] = []
         for count, piece in zip(self._counts, self._pieces, strict=True):
@@ -163,9 +164,7 @@ class BlockQuantizer:
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
         """Yield views of the blocks' values, by tensor."""
-        counts = []
-        for shape in shapes:
-            counts.append(blocks_of(shape.numel()))
+        counts = list(map(blocks_of, map(torch.Size.numel, shapes)))
         for part, shape in zip(rows.split(counts), shapes, strict=True):
             yield part.view(-1)[: shape.numel()].view(shape)
 
@@ -205,8 +204,8 @@ class BlockNoise:
         # numpy arrays on the host, because their values decide sizes.
         counts = numpy.array(list(map(blocks_of, numels)))
         blocks_before = counts.cumsum() - counts
-        starts = numpy.array([piece.start for piece in pieces]) - blocks_before * BLOCK
-        keys = numpy.array([piece.key for piece in pieces], dtype=numpy.int32)
+        starts = numpy.array(list(map(attrgetter("start"), pieces))) - blocks_before * BLOCK
+        keys = numpy.array(list(map(attrgetter("key"), pieces)), dtype=numpy.int32)
         of_block = starts.repeat(counts) + numpy.arange(counts.sum()) * BLOCK
         # Positions wrap around in int32, like the products in `uniform`.
         pairs = numpy.stack([of_block.astype(numpy.int32), keys.repeat(counts)])

@@ -10,8 +10,8 @@ one rounding less.
 
 With error feedback, each replica keeps the rounding error of its contribution. An owner also
 keeps the rounding error of its means, times the number of replicas, so that the next mean contains
-it once. An owner has the same share of every tensor, so the split of the error feedback does not
-depend on buckets.
+this error once. An owner has the same share of every tensor, so the split of the error feedback
+does not depend on buckets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``sync=diloco``: replicas train independently and share their progress every few steps.
 
 [Note: DiLoCo] All replicas hold the *outer* parameters, equal on all of them. Every `every` steps
-each replica sends the difference between the outer parameters and its own. An outer optimizer, SGD
-with Nesterov momentum, uses the mean difference as its gradient and moves the outer parameters. All
-replicas continue from there (Douillard et al. 2023, arXiv 2311.08105).
+each replica sends the difference between the outer parameters and its own parameters. An outer
+optimizer, SGD with Nesterov momentum, uses the mean difference as its gradient and moves the outer
+parameters. All replicas continue from there (Douillard et al. 2023, arXiv 2311.08105).
 
 With fragments, parts of the model take turns, so that a message is smaller. With a delay, training
 continues while a fragment is in flight, and the received outer parameters are mixed with the
@@ -119,8 +119,8 @@ class OuterSync(UpdateFollower):
         self.replicas = self._group.size()
         self.replica = dist.get_group_rank(self._group, dist.get_rank())
         self.steps = 0  # updates of the replica's parameters
-        # This rank's share, among the ranks of its replica, of the squared norm of the last outer
-        # update; None without an outer step
+        # This rank's part of the squared norm of the last outer update, which the ranks of a
+        # replica sum; None without an outer step
         self.squared_change: Tensor | None = None
         # The step of the last call of `finish`, if any
         self.finished_after = 0
@@ -146,7 +146,8 @@ class OuterSync(UpdateFollower):
             units.append([parameter.name for parameter in group.parameters])
         parts = split_in_fragments(units, self.parameters, self._config.fragments)
         for number, part in enumerate(parts):
-            # The last fragment is sent at the end of each period, the others evenly before.
+            # The last fragment is sent at the end of each period, and the other fragments at equal
+            # distances before.
             begins = (number + 1) * self._config.every // len(parts) % self._config.every
             self.fragments.append(Fragment(part, begins))
         self._outer = torch.optim.SGD(
@@ -159,14 +160,11 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Count an update, send fragments that are due, apply arrived ones.
+        """Count an update, send fragments that are due, and apply fragments that have arrived.
 
         Collective in some steps.
         """
-        trained = set()
-        for name, each in self._all.items():
-            if each.requires_grad:
-                trained.add(name)
+        trained = {name for name, each in self._all.items() if each.requires_grad}
         changed = sorted(trained.symmetric_difference(self.parameters))
         if changed:
             raise ConfigError(
@@ -183,9 +181,9 @@ class OuterSync(UpdateFollower):
             since = self.steps - fragment.sent_after
             if fragment.in_flight and since == delay:
                 self._apply(fragment, self._method.mix)
-            # Halfway through the delay the contributions have arrived. Every replica starts the
-            # second collective, which sends the means, at the same step: collectives of fragments
-            # then have one order on all replicas, and the means have time to arrive.
+            # After half of the delay, every replica starts the second collective, which sends the
+            # means. Because this step is the same on all replicas, collectives of several fragments
+            # have one order, and the means have the other half of the delay to arrive.
             elif fragment.pending is not None and since == (delay + 1) // 2:
                 with suppress(ReplicaLost):  # `_receive` restarts the exchange
                     fragment.pending.send_means()
@@ -331,8 +329,8 @@ class OuterSync(UpdateFollower):
     def as_parameters(self) -> AbstractContextManager[None]:
         pairs = []
         for each in self.parameters.values():
-            pairs.append((each.outer.detach(), each.own.detach()))
-        return equal((local_part(outer), local_part(own)) for outer, own in pairs)
+            pairs.append((local_part(each.outer.detach()), local_part(each.own.detach())))
+        return equal(pairs)
 
     def residuals(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

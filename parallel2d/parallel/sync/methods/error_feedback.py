@@ -1,10 +1,10 @@
 """Error feedback of gradients for coarse communication formats: `ErrorFeedback`.
 
 [Note: error feedback] Each replica sends Q(g + 0.95·e) instead of its gradient g, and keeps the
-rounding error e for the next step. The error feedback changes after a step of the optimizer, and
-not before: a step that is repeated, refused or not finite leaves it unchanged. Parameters that no
-replica used keep their error feedback, since their message is dropped. Error feedback is stored
-without the loss scale, so that the scale may change. The storage format has 8 bits.
+rounding error e for the next step. The error feedback changes only after a step of the optimizer. A
+step that is repeated, refused or not finite does not change it. Parameters that no replica used
+keep their error feedback, since their message is dropped. Error feedback is stored without the loss
+scale, so that the scale may change. The storage format has 8 bits.
 """
 
 from __future__ import annotations
@@ -69,16 +69,13 @@ class ErrorFeedback(UpdateFollower):
         self.replicas = model.group.size()
         self._parameters: dict[str, FSDPParameter] = {}
         for group in model.groups:
-            # Frozen parameters too, since they may be trained later.
-            kept = []
-            for each in group.parameters:
-                if each.name in names:
-                    kept.append(each)
-            self._parameters |= {each.name: each for each in kept}
+            # Frozen parameters are included, because they may be trained later.
+            self._parameters |= {each.name: each for each in group.parameters if each.name in names}
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}
-        # Set by a reduction, until the optimizer's step or until gradients are dropped
+        # Error feedback of the last reduction, until the optimizer's step or until gradients are
+        # dropped
         self._next: dict[PartName, StoredBlocks] = {}
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
@@ -108,7 +105,7 @@ class ErrorFeedback(UpdateFollower):
         Args:
             rows: the blocks of all parts.
             counts: number of blocks of each part.
-            again: True for a second reduction before the optimizer's step, which takes both.
+            again: True for a second reduction before one optimizer step, which uses both gradients.
         """
         kept = self._kept | self._next if again else self._kept
         if kept.keys().isdisjoint(counts):
@@ -154,7 +151,7 @@ class ErrorFeedback(UpdateFollower):
         return found
 
     def scale(self, factor: float) -> None:
-        """Scale the error feedback, so that it has the same weight in the mean as before."""
+        """Scale the error feedback, so that its weight in the mean does not change."""
         for name, (codes, scales) in self._kept.items():
             self._kept[name] = StoredBlocks(codes, scales * factor)
 

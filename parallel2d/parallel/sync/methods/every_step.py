@@ -42,7 +42,7 @@ class EveryStep(SyncMethod):
     """The gradients of every global batch are reduced on all replicas."""
 
     crosses = True
-    # True if all replicas get the mean; False if only its owner does
+    # True if all replicas get the mean; False if only the owner of each row gets it
     _sent_back = True
 
     def __init__(self, config: SyncConfig) -> None:
@@ -117,7 +117,7 @@ class EveryStep(SyncMethod):
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         comm_format = self.named_format
-        # A parameter without dimensions is averaged unrounded, in the all-reduce of the agreement.
+        # A parameter without dimensions is averaged unrounded, in the status all-reduce.
         if comm_format is None or not values[0].ndim:
             comm_format = FORMATS["fp64"]
         else:
@@ -196,11 +196,9 @@ class RoundedReduction:
             again = any(each.adds_to_means for each in bucket.groups)
             quantized = []
             for comm_format, members in self.by_format(bucket).items():
-                parts = []
-                for each, part in members:
-                    parts.append(GradientPart((each.name, 0), each.start, part))
-                results = []
-                for _, gradient in members:
+                parts, results = [], []
+                for each, gradient in members:
+                    parts.append(GradientPart((each.name, 0), each.start, gradient))
                     results.append(gradient)
                 quantized.append(self.quantized(comm_format, parts, results, again=again))
         # The all-to-all starts here; the first step waits for it and starts the all-gather of the

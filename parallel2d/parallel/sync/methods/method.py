@@ -36,7 +36,7 @@ class UpdateFollower:
     residual_name = ""
     replica = 0
     replicas = 1
-    # Updates of this replica that the others have not fully received
+    # Number of updates of this replica that the other replicas have not completely received
     unshared_steps = 0
     # Factor of the loss before backward
     loss_scale = 1.0
@@ -45,7 +45,7 @@ class UpdateFollower:
         """Initialize, once the parameters of ``model`` have their values. Collective."""
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt writes to parameters before each step of any ``optimizer``.
+        """Adopt a script's writes to parameters, before each step of any ``optimizer``.
 
         Raises `ConfigError` for parameters and gradients that the step would ignore.
         """
@@ -77,7 +77,7 @@ class UpdateFollower:
         self._optimizer = optimizer
 
         def after_step(stepped: torch.optim.Optimizer, *unused: Any) -> None:
-            # Only the optimizer that was attached last counts.
+            # Only the last attached optimizer counts.
             if stepped is self._optimizer:
                 self.after_update()
 
@@ -114,7 +114,7 @@ class GroupTraffic(NamedTuple):
     @property
     def reduced_numel(self) -> int:
         """Elements of all gradients."""
-        return sum(shape.numel() for shape in self.reduced_shapes)
+        return sum(map(torch.Size.numel, self.reduced_shapes))
 
     @property
     def sum_itemsize(self) -> int:

@@ -27,7 +27,7 @@ class OuterParameter:
         self.outer = own.detach().clone().to(wide).requires_grad_()
         # The mean change: in flight, or received and not applied.
         self.mean: Tensor | None = None
-        # The replica's values while the model has the outer ones.
+        # The replica's values while the model has the outer values.
         self._own_values: Tensor | None = None
         # Error feedback.
         self.residual: Tensor | None = None
@@ -46,7 +46,8 @@ class OuterParameter:
         return local_part(self.residual) * ERROR_FEEDBACK_DECAY + change
 
     def take(self, mix: float) -> None:
-        """Move the replica's parameter to the outer one, and keep ``mix`` of its values."""
+        """Set the replica's parameter to the outer parameter, mixed with the fraction ``mix`` of
+        its own values."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach()).to(own.dtype)
         if mix == 0:
@@ -114,7 +115,7 @@ def split_in_fragments(
     for size, names in sorted(pieces, key=lambda piece: -piece[0]):
         smallest = loads.index(min(loads))
         parts[smallest].extend(parameters[name] for name in names)
-        # One more, so that parameters without elements are distributed too.
+        # Each size counts one more, so that parameters without elements are distributed too.
         loads[smallest] += size + 1
     return parts
 

@@ -49,13 +49,9 @@ def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.
 
 
 def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
-    trained = []
-    for each in parameters:
-        if each.sharded.requires_grad:
-            trained.append(each)
     unsent = []
-    for each in trained:
-        if each.sharded.grad is not None:
+    for each in parameters:
+        if each.sharded.requires_grad and each.sharded.grad is not None:
             unsent.append(each.name)
     if unsent:
         raise ConfigError(
@@ -98,12 +94,12 @@ class OwnedParameters(ErrorFeedback):
         axes = ("tensor", "shard", "replicate")
         inside_out = ranks_of(model.mesh)[:, :, 0].permute(2, 1, 0).contiguous()
         self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=axes)
-        # By axes: a submesh takes a millisecond to build.
+        # Cached by axes, because building a submesh takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
         # Parameters with separate tensors for the owned rows, by name
         self._masters: dict[str, FSDPParameter] = {}
-        # Their rows in the parameters, as of the last exchange or adoption of writes
+        # The rows of these parameters after the last exchange or adoption of writes
         self._seen: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -180,8 +176,8 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def _take_over(self, parameters: Iterable[FSDPParameter], *, exactly: bool) -> None:
-        """Adopt writes to ``parameters``. Unless ``exactly``, values that changed by at most a
-        sixteenth, as by weight decay, keep their unrounded remainder."""
+        """Adopt writes to ``parameters``. Unless ``exactly`` is True, values that changed by at
+        most a sixteenth, for example by weight decay, keep their unrounded remainder."""
         for parameter in parameters:
             rows = as_real(self.rows(local_part(parameter.sharded), self.replica))
             seen = as_real(self._seen[parameter.name])
@@ -208,8 +204,8 @@ class OwnedParameters(ErrorFeedback):
         assert isinstance(whole, DTensor)
         names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
-        # Rows are split over the shard axis first, unless it keeps the parameter on every rank, and
-        # the local shard over the replicas.
+        # Rows are split over the shard axis first, unless every rank of this axis keeps the
+        # parameter. The local shard is then split over the replicas.
         by_axis["replicate"] = Shard(0)
         if not by_axis["shard"].is_replicate():
             by_axis["shard"] = Shard(0)
@@ -263,7 +259,7 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Send this replica's updated rows to the others and receive theirs. Collective.
+        """Exchange the updated rows between the replicas. Collective.
 
         Raises `ConfigError` for a parameter that was unfrozen and has no unrounded rows.
         """
@@ -289,7 +285,8 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
-        """Send this replica's rows of ``parameters`` and receive the others'. Collective."""
+        """Send this replica's rows of ``parameters`` and receive the rows of the other replicas.
+        Collective."""
         locals_ = []
         for parameter in parameters:
             locals_.append(local_part(parameter.sharded))
@@ -302,7 +299,7 @@ class OwnedParameters(ErrorFeedback):
         # starts their all-gathers in the same order.
         for batch in fill_buckets(sizes, dtypes, self._bucket_bytes):
             pending.append(self._start_gather([parameters[index] for index in batch]))
-            # Two at a time, because each holds a copy of its parameters.
+            # At most two batches are in flight, because each holds a copy of its parameters.
             if len(pending) == 2:
                 pending.pop(0)()
         for wait in pending:

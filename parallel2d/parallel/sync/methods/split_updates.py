@@ -7,9 +7,10 @@ rows are all-gathered over the replicas (`OwnedParameters.after_update`). This s
 as an all-reduce of the gradients, and divides the optimizer state by the number of replicas.
 
 Owned rows are views of the sharded parameters. If updates are sent in a narrower dtype, owned rows
-are separate tensors with unrounded values, and all replicas compute with rounded values. Writes of
-a script to parameters are adopted: the rows of parameters are compared with the rows of the last
-exchange. Parameters are sent in 16 bits if gradients have fewer bits.
+are separate tensors with unrounded values, and all replicas compute with rounded values. If a
+script writes to parameters, the owned rows adopt the new values: the rows of parameters are
+compared with the rows of the last exchange. Parameters are sent in 16 bits if gradients have fewer
+bits.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class _Form(NamedTuple):
 
 @dataclass
 class ScatterToOwners(RoundedReduction):
-    """Reduction of the gradients of a bucket to the replicas that own them; the others are freed.
+    """Reduction of the gradients of a bucket to the replicas that own them. All other gradients are
+    freed.
 
     As in [Note: rounded exchange], each replica sends its contributions in the bucket's format, and
     the owner adds them in fp32 at least, in the order of the replicas. Gloo's reduce-scatter costs
@@ -136,9 +138,7 @@ class ScatterToOwners(RoundedReduction):
     def start(self, bucket: Bucket) -> list[Wait]:
         """Begin to average the owned rows of the bucket over the replicas."""
         owners = self.residuals
-        begun = []
-        for each in self.by_format(bucket).items():
-            begun.append(self._form(*each))
+        begun = list(itertools.starmap(self._form, self.by_format(bucket).items()))
         # The messages are copies of the buffer. Its memory may be freed on the host now, but the
         # copies may still run on the stream of the buckets.
         keep_until_done(bucket.buffer())
@@ -171,7 +171,7 @@ class ScatterToOwners(RoundedReduction):
                 dtypes = []
                 for parameter in form.parameters:
                     dtypes.append(parameter.final_dtype.to_real())
-                # One cast of all, and a second one where parameters have different dtypes.
+                # All rows are cast at once, and again for each parameter with another dtype.
                 widest = functools.reduce(torch.promote_types, dtypes)
                 mean = mean.to(widest, copy=is_received)
                 rows = form.quantized.quantizer.values(mean, form.shapes)
@@ -188,9 +188,7 @@ class ScatterToOwners(RoundedReduction):
         # Gradients are never sent in a wider dtype than their own.
         if comm_format.item_bytes > members[0][1].itemsize:
             comm_format = format_of(members[0][1].dtype)
-        parameters = []
-        for parameter, _ in members:
-            parameters.append(parameter)
+        parameters, _ = zip(*members, strict=True)
         by_owner = list(zip(*(owners.parts(*each) for each in members), strict=True))
         again = any(owners.owned(parameter).grad is not None for parameter in parameters)
         quantized = self.quantized(
@@ -198,10 +196,8 @@ class ScatterToOwners(RoundedReduction):
         )
         (message,) = quantized.contribution(owners.replica, 1)
         quantized.keep_errors()
-        shapes = []
+        shapes, lengths = [], []
         for parts in by_owner:
             shapes.append([part.values.shape for part in parts])
-        lengths = []
-        for each in shapes:
-            lengths.append(comm_format.bytes_of(each) // message.itemsize)
+            lengths.append(comm_format.bytes_of(shapes[-1]) // message.itemsize)
         return _Form(parameters, quantized, lengths, shapes[owners.replica]), message

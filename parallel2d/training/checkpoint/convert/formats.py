@@ -199,7 +199,8 @@ def source_of(
     return Source(kind, described, read, **facts)
 
 
-# How often the tensors may repeat the bytes of the file, and a size that is always allowed.
+# Largest total size of the tensors as a multiple of the file size (tensors may share bytes), and a
+# total size that is always allowed.
 _REPEATED, _SMALL = 4, 2**20
 
 
@@ -253,7 +254,8 @@ def load_torch(path: str) -> Any:
     that cannot be read without executing code."""
     try:
         with open(path, "rb") as file:
-            # Torch before 1.6 wrote a single stream; torch's reader distinguishes them likewise.
+            # torch before 1.6 wrote a single stream. torch's reader distinguishes the two formats
+            # in the same way.
             is_archive = file.read(4) == b"PK\x03\x04"
         if is_archive:
             with zipfile.ZipFile(path) as archive:

@@ -1,7 +1,8 @@
 """Folders of ``transformers`` and ``peft``: `read_llama`, `write_model`, `write_adapter`.
 
-The settings of a folder or checkpoint may have any origin. They are checked before a library
-builds a model from them, without values. Nothing is downloaded, and no code of a folder is run.
+The settings of a folder or checkpoint may have any origin. These settings are checked before a
+library builds a model from them, without values. Nothing is downloaded, and no code of a folder is
+run.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ _MAX_TOKENIZER = 256 * 2**20  # bytes
 
 
 def read_llama(path: str) -> Source:
-    """Read a Llama folder, and map its tensors to our names. Raises `ConfigError` for another model
-    and for features that ours lacks: biases, scaled rotary embedding, heads not of dim / heads."""
+    """Read a Llama folder, and map its tensors to our names. Raises `ConfigError` for another
+    model, and for features that our Llama lacks: biases, scaled rotary embedding, a head dim other
+    than dim / heads."""
     what = os.path.basename(os.path.abspath(path))
     with as_config_error(f"{what}/config.json"):
         arguments = _arguments_of(huggingface.saved_config(path, None, {}))
@@ -105,8 +107,8 @@ def read_llama(path: str) -> Source:
 
 
 def _arguments_of(config: Any) -> dict[str, Any]:
-    """Convert the library's configuration to our arguments. Raises ValueError for a model that ours
-    cannot represent."""
+    """Convert the library's configuration to our arguments. Raises ValueError for a model that our
+    Llama cannot represent."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
     arguments: dict[str, Any] = {}
@@ -125,7 +127,8 @@ def _arguments_of(config: Any) -> dict[str, Any]:
 
 
 def llama_arguments(layout: Any) -> dict[str, Any]:
-    """Return the arguments of the Llama in the ``layout`` of a checkpoint; empty if it has none."""
+    """Return the arguments of the Llama in the ``layout`` of a checkpoint; empty if ``layout`` has
+    no Llama."""
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
@@ -147,7 +150,8 @@ def _llama_names(layers: int) -> dict[str, str]:
 
 
 def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert our Llama's arguments to the library's. Raises `ConfigError` for missing ones."""
+    """Convert our Llama's arguments to the library's. Raises `ConfigError` for missing
+    arguments."""
     missing = []
     for key in _ARGUMENTS:
         if key not in arguments:
@@ -176,13 +180,10 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
     layers = [name for name in source.tensors if name.endswith(".attention_norm.weight")]
     arguments["n_layers"] = len(layers)
     arguments["tie_embeddings"] = "output.weight" in source.tied
-    renamed = _llama_names(len(layers))
-    names = {}
-    for ours, theirs in renamed.items():
+    names, ours_of = {}, {}
+    for ours, theirs in _llama_names(len(layers)).items():
         names[f"model/{ours}"] = f"model/{theirs}"
-    ours_of = {}
-    for ours, theirs in names.items():
-        ours_of[theirs] = ours
+        ours_of[f"model/{theirs}"] = f"model/{ours}"
     settings = {"path": None, "architecture": "llama", "head": "causal_lm"}
     return replace(
         source,
@@ -208,22 +209,20 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     settings = source.layout.get("model")
     of_library = isinstance(settings, dict) and settings.get("family") == "hf"
     allowed = _MOVED if of_library else tuple(_ARGUMENTS)
-    unknown = []
     for key in given:
         if key not in allowed:
-            unknown.append(key)
-    if unknown:
-        raise ConfigError(f"--model {unknown[0]}: it is not one of {', '.join(allowed)}")
+            raise ConfigError(f"--model {key}: it is not one of {', '.join(allowed)}")
     moved = given
     if not of_library:
         source, moved = _as_library_model(source, given), {}
     os.mkdir(folder)
     model = _library_model(source.layout, folder, **moved)
     stored = _stored_names(source, model)
-    dtypes = []
+    floating = []
     for name in stored.values():
-        dtypes.append(DTYPES[source.tensors[name][0]])
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+        dtype = DTYPES[source.tensors[name][0]]
+        if dtype.is_floating_point:
+            floating.append(dtype)
     # The configuration records the widest dtype.
     model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
     # `save_pretrained` reads the values of a model with offloaded weights through this hook of
@@ -288,11 +287,12 @@ def _library_model(
 
 def _stored_names(source: Source, model: Any) -> dict[str, str]:
     """Map the name of each parameter that the library saves to its name in ``source``. Raises
-    `ConfigError` for names that only one side has, and for different shapes."""
+    `ConfigError` if the names or shapes of ``source`` and ``model`` differ."""
     there = {}
     for name in source.tensors:
         there[name.removeprefix("model/")] = name
-    # A checkpoint stores a tied parameter under its first name, the library under another one.
+    # A checkpoint stores a tied parameter under its first name. The library may use another of its
+    # names.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
     expected = model.state_dict()
     for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):

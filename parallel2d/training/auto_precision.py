@@ -1,8 +1,8 @@
-"""The precision that ``precision=auto`` leaves to the device.
+"""The dtype for ``precision=auto``, chosen by the device: `resolved`.
 
-Everything that runs or prices a job calls `resolved` once, on the composed configuration, so that
-no later line has to know ``auto``. (``compile=auto`` is resolved with the layout, which knows the
-blocks.) On a CPU it is fp32.
+Training, the planner and the parity check call `resolved` once, on the composed configuration, so
+that later code never sees ``auto``. On a CPU the result is fp32. (``compile=auto`` is resolved with
+the layout, which has the blocks.)
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def resolved_on_ranks(config: TrainConfig) -> TrainConfig:
 
 
 def resolved_for_plan(config: TrainConfig) -> TrainConfig:
-    """Return `resolved` for the devices of ``cluster``; for this machine where the cluster does
-    not name its devices."""
+    """Return `resolved` for the devices of ``cluster``; for the devices of this machine if
+    ``cluster`` does not name its devices."""
     device = config.cluster.device
     if device.type == "auto":
         return resolved_here(config)
