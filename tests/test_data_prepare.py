@@ -2,11 +2,14 @@
 
 import base64
 import gzip
+import hashlib
+import http.server
 import json
 import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ import pytest
 from parallel2d.base.config import DataConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.data import main
+from parallel2d.training.data import data_set_folder, reading
 from parallel2d.training.data import prepare as preparation
-from parallel2d.training.data import reading
 from parallel2d.training.data import token_shards as store
 from parallel2d.training.data.token_shards import ShardWriter, TokenStore, read_manifest, verify
 
@@ -505,6 +508,77 @@ def test_a_readme_names_files_inside_the_folder_only(hostile, tmp_path, pattern)
     (hostile / "link.jsonl").symlink_to("../private.jsonl")
     with pytest.raises(ConfigError, match="outside of it|leads out of its folder"):
         prepare_data_set(hostile, tmp_path / "out")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server with the addresses of the Hub. Returns the files of its data set ``a/b``, by name,
+    and the names of the downloaded files."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    files: dict[str, bytes] = {}
+    downloaded: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.partition("/resolve/")[2].partition("/")[2]
+            siblings = [{"rfilename": each} for each in files]
+            revision = hashlib.sha256(repr(files).encode()).hexdigest()[:40]
+            described: Any = {"id": "a/b", "sha": revision, "siblings": siblings}
+            if "/tree/" in self.path:
+                described = []
+                for each, value in files.items():
+                    entry = {"type": "file", "path": each, "size": len(value), "oid": "0" * 40}
+                    described.append(entry)
+            content = json.dumps(described).encode()
+            if name:
+                content = files.get(name)
+                downloaded.extend([name] * (self.command == "GET"))
+            self.send_response(404 if content is None else 200)
+            self.send_header("X-Repo-Commit", revision)
+            self.send_header("ETag", f'"{hashlib.sha256(content or b"").hexdigest()}"')
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content or b"")
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    data_set_folder.download.cache_clear()
+    yield files, downloaded
+    data_set_folder.download.cache_clear()
+    server.shutdown()
+
+
+@pytest.mark.extras("datasets")
+def test_data_sets_on_the_hub_are_read_as_folders(hub, tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    files, downloaded = hub
+    files |= {"data/train-0.jsonl": GOOD, "data/test-0.jsonl": b"other", "more/x.bin": b"0"}
+    assert documents(prepare_data_set("a/b", tmp_path / "good")) == ["good"]
+    assert downloaded == ["data/train-0.jsonl"]
+    # A table that expands ends as in a folder.
+    monkeypatch.setattr(reading, "_FREE_BYTES", 1 << 20)
+    value = pyarrow.DictionaryArray.from_arrays([0] * 9999, ["a" * (1 << 16)])
+    parquet.write_table(pyarrow.table({"text": value}), tmp_path / "x", compression="zstd")
+    files.clear()
+    files["train.parquet"] = (tmp_path / "x").read_bytes()
+    data_set_folder.download.cache_clear()
+    with pytest.raises(ConfigError, match="it expands to more than 100 times its size"):
+        prepare_data_set("a/b", tmp_path / "out")
+    files["../../x.jsonl"] = GOOD
+    data_set_folder.download.cache_clear()
+    with pytest.raises(ConfigError, match=r"it has a file ../../x.jsonl"):
+        prepare_data_set("a/b", tmp_path / "out")
 
 
 @pytest.mark.extras("datasets")

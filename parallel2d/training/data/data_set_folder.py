@@ -1,15 +1,19 @@
 """The files of a folder that holds a data set of the Hugging Face library. `saved_files` finds the
-files of ``save_to_disk``, `files_of_split` finds data files with or without a README.
+files of ``save_to_disk``, `files_of_split` finds data files with or without a README, `download`
+gets the folder of a data set on the Hub.
 
 A folder is untrusted. The patterns in its README may name files outside of the folder, or
 addresses, and the library would read them. The functions here return only regular files inside the
-folder, and contact no address.
+folder. Only `download` contacts an address, that of the Hub.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shutil
+import tempfile
 from typing import Any
 
 import yaml
@@ -17,6 +21,7 @@ import yaml
 from parallel2d.base.config.overrides import parse_yaml
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import inside, open_regular, printable, read_json
+from parallel2d.training.data.tables import library
 
 _CARDS = ("README.md", ".huggingface.yaml")
 _LARGEST_CARD = 16 << 20
@@ -71,6 +76,39 @@ def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> 
             raise ValueError(f"{printable(name)} has one of the characters * ? : [ ] in its name")
     # Patterns may overlap.
     return sorted({file for file in found if os.path.basename(file) not in _CARDS})
+
+
+@functools.lru_cache
+def download(name: str, subset: str | None, split: str) -> str:
+    """Download the files of a split of a data set on the Hub, and return their folder.
+
+    The split is found by the names of all files, so that no other file is downloaded. In the
+    offline mode of the library, the folder has the files of earlier downloads. Raises ValueError
+    for names that lead out of a folder, and the errors of the library.
+    """
+    where = f"data=hf data.path={name}"
+    hub, datasets = (
+        library(each, "hf-datasets", where) for each in ("huggingface_hub", "datasets")
+    )
+    fetch = functools.partial(hub.snapshot_download, name, repo_type="dataset")
+    try:
+        described = hub.HfApi().dataset_info(name)
+    except hub.errors.OfflineModeIsEnabled:
+        return str(fetch(local_files_only=True))
+    cards = fetch(revision=described.sha, allow_patterns=list(_CARDS))
+    with tempfile.TemporaryDirectory() as outline:
+        for sibling in described.siblings:
+            path = os.path.join(outline, sibling.rfilename)
+            if _leads_out(sibling.rfilename):
+                raise ValueError(f"it has a file {printable(sibling.rfilename)}")
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if sibling.rfilename in _CARDS:
+                shutil.copy(inside(cards, os.path.join(cards, sibling.rfilename)), path)
+            else:
+                open(path, "x").close()
+        files = files_of_split(datasets, outline, subset, split)
+        wanted = [os.path.relpath(each, outline) for each in files]
+    return str(fetch(revision=described.sha, allow_patterns=[*_CARDS, *wanted]))
 
 
 def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any]]:

@@ -101,7 +101,7 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
         endings = set()
         for file in files:
             endings.add(os.path.splitext(file.name)[1].lower())
-        if not files or endings & set(_LIBRARY_READERS):
+        if endings & set(_LIBRARY_READERS):
             data_set = _open_data_set(config)
             source = [SourceFile(f"{config.path} {config.subset or ''} {config.split}", "")]
             return _row_units("hf", source, len(data_set)), str(data_set._fingerprint)
@@ -482,12 +482,14 @@ class _Decompressed(io.RawIOBase):
 
 
 def _files_of_data_set(config: DataConfig) -> list[SourceFile]:
-    """Return the files of ``data=hf`` for a folder of this machine; none for a name on the Hub.
-    Raises `ConfigError` for a file outside of the folder."""
+    """Return the files of ``data=hf``: of a folder of this machine, or of a data set on the Hub,
+    which are downloaded. Raises `ConfigError` for a file outside of the folder."""
     path = os.path.expanduser(str(config.path))
-    if not os.path.isdir(path):
-        return []
     with _data_set_explained(config):
+        if not os.path.isdir(path):
+            if str(config.path).startswith(("/", ".", "~")):
+                raise ValueError("there is no such folder")
+            path = data_set_folder.download(path, config.subset, config.split)
         paths = data_set_folder.saved_files(path, config.split)
         if not paths:
             datasets = tables.library("datasets", "hf-datasets", f"data=hf data.path={path}")
@@ -519,16 +521,11 @@ def _data_set_explained(config: DataConfig) -> Iterator[None]:
 
 
 def _open_data_set(config: DataConfig) -> Any:
-    """Return the `datasets.Dataset` of ``data=hf``, for a name on the Hub or for files that only
-    the library reads. Raises `ConfigError` if the data set cannot be loaded."""
+    """Return the `datasets.Dataset` of ``data=hf``, for files that only the library reads. Raises
+    `ConfigError` if the data set cannot be loaded."""
     datasets = tables.library("datasets", "hf-datasets", f"data=hf data.path={config.path}")
     files = [file.path for file in _files_of_data_set(config)]
     with _data_set_explained(config):
-        if not files:
-            if str(config.path).startswith(("/", ".", "~")):
-                raise ValueError("there is no such folder")
-            _check_card(str(config.path))
-            return datasets.load_dataset(config.path, config.subset, split=config.split)
         (ending,) = {os.path.splitext(file)[1].lower() for file in files}
         for file in files:
             # The library unpacks archives by their content, to any size.
@@ -536,15 +533,6 @@ def _open_data_set(config: DataConfig) -> Any:
                 raise ValueError(f"{os.path.basename(file)} is compressed: decompress it first")
         read, arguments = _LIBRARY_READERS[ending]
         return getattr(datasets.Dataset, read)(files, **arguments)
-
-
-def _check_card(name: str) -> None:
-    """Raise ValueError if the README of a data set on the Hub names files of this machine, or other
-    addresses."""
-    hub = tables.library("huggingface_hub", "hf-datasets", f"data=hf data.path={name}")
-    with contextlib.suppress(hub.errors.EntryNotFoundError):
-        card = hub.hf_hub_download(name, "README.md", repo_type="dataset")
-        data_set_folder.card_configurations(Path(card).read_text(encoding="utf-8"))
 
 
 def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:

@@ -89,7 +89,7 @@ def _freed_as(tensor: Tensor, name_of: NameOf) -> str | None:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor of torch.func
         return None
-    return None if storage.nbytes() or not tensor.numel() else name_of(storage._cdata)
+    return None if storage.nbytes() or not tensor.numel() else name_of(id(storage))
 
 
 def _refusal(parameter: str, operator: str) -> RuntimeError:
