@@ -257,8 +257,9 @@ class IterableStream(SampleStream):
         self._lock = threading.Lock()
         self._table = functools.cache(self._compute_table)
 
-    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """Collate the samples at the positions ``where``; without any, one with weight zero."""
+    def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
+        """Collate the samples at the positions ``where``; without any, the first sample of the
+        data with weight zero."""
         samples = [self._sources[0].first]
         if rows:
             places = list(map(self._place, where.tolist()))
