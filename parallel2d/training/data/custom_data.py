@@ -140,10 +140,11 @@ class CustomStream(SampleStream):
         # The executor starts its threads on first use.
         self._pool = ThreadPoolExecutor(thread_count(workers), "parallel2d-read")
 
-    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """Collate the samples with a position; if there are none, one sample with weight zero."""
+    def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
+        """Collate the samples with a position; if there are none, the sample at ``filler`` with
+        weight zero."""
         indices = []
-        for _, index in self._locate(where if rows else np.zeros(1, np.int64)):
+        for _, index in self._locate(where if rows else np.array([filler])):
             indices.append(index)
         samples = list(self._pool.map(self._samples.dataset.__getitem__, indices))
         return batch_of(self._samples.collation, samples, rows, where)

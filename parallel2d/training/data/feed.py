@@ -264,7 +264,9 @@ class BatchFeed:
                 "padding": 1 - tokens / slots,
                 "imbalance": plan.imbalance(work),
             }
-        batches = list(map(self._stream.read, plan.positions(position, work)))
+        batches = []
+        for each in plan.positions(position, work):
+            batches.append(self._stream.read(each, filler=position))
         if self._device.type != "cpu":
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(

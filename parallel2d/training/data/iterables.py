@@ -255,9 +255,9 @@ class IterableStream(SampleStream):
         self._lock = threading.Lock()
         self._table = functools.cache(self._compute_table)
 
-    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
-        """Collate the samples at the positions ``where``; without positions, one sample with weight
-        zero."""
+    def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
+        """Collate the samples at the positions ``where``; without positions, the first sample of
+        the data with weight zero."""
         samples = [self._sources[0].first]
         if rows:
             places = list(map(self._place, where.tolist()))

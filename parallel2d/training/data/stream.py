@@ -133,32 +133,37 @@ class SampleStream:
         """Have `read` raise `ConfigError` for token ids that are not below ``vocab_size``."""
         self._vocab_size = vocab_size
 
-    def read(self, positions: Sequence[Position]) -> Batch:
+    def read(self, positions: Sequence[Position], filler: int = 0) -> Batch:
         """Read the samples at ``positions`` into host memory.
 
         A position that is None, or behind the end of a stream with the policy pad or drop, has no
-        valid target. Raises the exception of a component for a sample that cannot be read.
+        valid target. Its inputs are those of position ``filler`` in the same global batch, so that
+        it uses no module that this global batch does not use. Raises the exception of a component
+        for a sample that cannot be read.
         """
         rows = []
         for row, at in enumerate(positions):
             if at is not None and at < self._limit:
                 rows.append(row)
         where = np.array([positions[row] for row in rows], dtype=np.int64)
-        batch = self._batch(len(positions), rows, where)
+        batch = self._batch(len(positions), rows, where, filler)
         return batch if self._prepare is None else self._prepare(batch)
 
     @cached_property
     def _hash(self) -> SampleHash:
         return SampleHash(self.shape)
 
-    def _batch(self, count: int, rows: list[int], where: Array) -> Batch:
+    def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
         """Return ``count`` rows of tokens. ``rows`` are the numbers of the rows with a position,
-        and ``where`` are their positions; the other rows are empty."""
+        and ``where`` are their positions; the other rows have the inputs of position ``filler``."""
         shape: Any = self.shape
         inputs = np.empty((count, *shape.inputs.shape), np.int64)
         targets = np.empty((count, *shape.targets.shape), np.int64)
         ids = np.empty_like(targets) if self._with_ids else None
-        for row, (component, index) in zip(rows, self._locate(where), strict=True):
+        missing = sorted(set(range(count)) - set(rows))
+        if missing:
+            where = np.append(where, filler)
+        for row, (component, index) in zip(rows + missing[:1], self._locate(where), strict=True):
             component.read(index, inputs[row], targets[row], None if ids is None else ids[row])
         # Checked on the host, because a kernel on a GPU would end the process without a reason.
         if self._vocab_size is not None and rows:
@@ -169,17 +174,16 @@ class SampleStream:
                     f"{self._vocab_size} rows: another tokenizer has made them, or the model needs "
                     f"a vocabulary of {largest + 1} at least"
                 )
-        if len(rows) < count:
-            missing = sorted(set(range(count)) - set(rows))
-            inputs[missing], targets[missing] = 0, IGNORED
+        if missing:
+            inputs[missing], targets[missing] = inputs[missing[0]], IGNORED
             if ids is not None:
-                ids[missing] = 0
+                ids[missing] = ids[missing[0]]
         if self._context:
             # These positions see fewer than ``context`` earlier tokens.
             targets[:, : self._context] = IGNORED
         # Rows without a position are not hashed. If all rows have a position, no copy is needed.
-        hashed = slice(None) if len(rows) == count else rows
-        hashes = self._hash(inputs[hashed], targets[hashed], where)
+        hashed = rows if missing else slice(None)
+        hashes = self._hash(inputs[hashed], targets[hashed], where[: len(rows)])
         return Batch(
             torch.from_numpy(inputs),
             torch.from_numpy(targets),
