@@ -97,9 +97,18 @@ def job_of(folder, run_dir, words):
     config = config_of([*(word for word in SMALL if not word.startswith(dropped)), *words])
     rank, world = dist.get_rank(), dist.get_world_size()
     os.makedirs(run_dir, exist_ok=True)
+    if rank == 0:
+        end_earlier_start(run_dir)
     identity = RankIdentity(rank, world, rank, 0, 1, "torchrun")
     runtime = Runtime(identity, torch.device("cpu"), Topology.gather())
     return Job(config, run_dir, ()), runtime
+
+
+def end_earlier_start(run_dir):
+    """Mark an earlier start as ended: the process of its rank may continue with other tests."""
+    owner = Path(run_dir, "owner.json")
+    if owner.exists():
+        owner.write_text(json.dumps({**json.loads(owner.read_text()), "ended": "now"}))
 
 
 def run(folder, run_dir, words, steps, after_step=None):
