@@ -134,9 +134,9 @@ class MicroBatchHalving:
             except torch.OutOfMemoryError as error:
                 if not self._may_repeat(batches, error):
                     raise
-            # The traceback of the error held the activations until here, and the generator of
-            # `accumulate`. This generator discards the sums when Python collects it, which may be
-            # later.
+            # Until here the traceback of the error kept the activations and the generator of
+            # `accumulate` alive. The generator would discard the gradient sums only when Python
+            # collects it, so they are discarded here.
             discard_accumulated(self._model)
             self._optimizer.zero_grad()
             self._buffers.put_back()

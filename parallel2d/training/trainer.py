@@ -398,8 +398,8 @@ class Trainer(TrainerParts):
             return None
 
     def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
-        """Accumulate the gradient of the mean over the global batch's ``tokens``, times the loss
-        scale. Returns this rank's summed loss, fp64."""
+        """Accumulate the gradient of the mean loss per token, times the loss scale, and return this
+        rank's summed loss, fp64. ``tokens``: the number of tokens in the global batch."""
         # Gradients are averaged over the data ranks, so each loss is multiplied by their number.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed: Tensor | None = None

@@ -16,7 +16,7 @@ from parallel2d.base.errors import ConfigError
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process ``rank`` of ``world_size`` imaginary ranks inside.
+    """Make this process rank ``rank`` of ``world_size`` imaginary ranks in the body.
 
     Collectives do not change their outputs. Raises `ConfigError` if a process group exists: the
     group of a job is never replaced.

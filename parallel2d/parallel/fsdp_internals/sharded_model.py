@@ -102,7 +102,7 @@ def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
     """Choose whether the all-gathers of ``model`` return before they finish.
 
     CPU has no streams, so a prefetched all-gather overlaps with computation only if it returns
-    early. torch has no public name; pytorch pull request 135523 added the private setting.
+    early. torch has no public method for this; pytorch pull request 135523 added the private one.
     """
     assert isinstance(model, FSDPModule)
     model._set_unshard_async_op(enabled)

@@ -331,7 +331,8 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             first = entry.begin + piece.position_in(entry.shape) * size
             alone = Entry(entry.dtype, piece.lengths, first, first + piece.numel * size)
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
-            wanted: Any = kept.intersect(piece)  # never None: rows that this rank needs
+            # Never None: each piece has rows that overlap this rank's part.
+            wanted: Any = kept.intersect(piece)
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
             # Freed before the next piece is read, so that only one piece is in memory.
             del values

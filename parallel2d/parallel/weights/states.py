@@ -476,15 +476,16 @@ def new_state_tensor(
 ) -> Tensor:
     """Return zeros as ``optimizer`` would create them for ``key`` of the state of ``parameter``.
 
-    They are split like the parameter, or a scalar. Raises `ConfigError` for any other ``shape``,
-    because only the optimizer knows its split.
+    The result is sharded like the parameter, or it is a tensor of block scales or an unsharded
+    scalar. Raises `ConfigError` for any other ``shape``, unless the optimizer has ``spread_state``,
+    because only the optimizer knows the sharding.
     """
     # The step count of a parameter without dims has the same shape, but is not a `DTensor`.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if key.endswith("_scale") and tuple(shape) == scales_shape(parameter.shape):
         return scales_like(parameter, dtype)
-    # An optimizer that shares its state also has unsharded tensors of other shapes.
+    # Optimizers of `whole_matrices` also have unsharded tensors of other shapes.
     shares_state = hasattr(optimizer, "spread_state")
     if tuple(shape) not in ((), (1,)) and not shares_state:
         raise ConfigError(

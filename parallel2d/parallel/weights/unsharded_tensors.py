@@ -250,7 +250,8 @@ def _write_back(
     kept = []
     for whole in wholes.values():
         kept.append(whole.grad is not None)
-    # The other ranks have no unsharded parameters, so rank 0 decides for them.
+    # With ``source``, only that rank has unsharded parameters, so it tells the other ranks which
+    # parameters have a gradient.
     if source is not None:
         kept = broadcast(kept, source)
     pairs: list[tuple[Tensor, Tensor | None]] = []

@@ -376,7 +376,8 @@ def to_json(value: Any, place: str) -> Any:
     """
     kind = type(value)
     match value:
-        case Enum():  # also an Enum that is a number or a string
+        # Refused below. Without this case, an IntEnum or a StrEnum would match int() or str().
+        case Enum():
             pass
         case float() if not math.isfinite(value):
             return {"$float": str(float(value))}

@@ -237,15 +237,15 @@ def write_checkpoint(
 ) -> tuple[str | None, int]:
     """Write and publish the result of `take`. Collective over ``group``.
 
-    A fault of the storage does not raise: the result, the same on all ranks, is an error or None,
-    and the number of bytes written.
+    Returns an error or None, and the number of written bytes, equal on all ranks. Errors of the
+    storage are returned, not raised.
 
     Args:
-        exists: runs on rank 0 with the step before the folder is created. It moves an earlier
-            checkpoint of this step aside, or returns a reason to skip the save.
+        exists: called with the step on the leader of ``group``, before the folder is created. It
+            moves an earlier checkpoint of this step aside, or returns a reason to skip the save.
     """
     place = error = None
-    is_first = group.is_first  # one leader for the whole save, even if the leader changes meanwhile
+    is_first = group.is_first  # read once: the leader may change during the save
     if is_first:
         try:
             reason = exists(manifest.step)

@@ -60,7 +60,8 @@ def audit_forwards(
     Args:
         model: the model.
         gathered: its unsharded parameters.
-        averages: True with several data ranks.
+        averages: True if gradients are averaged over several data ranks. Then a trained parameter
+            whose gradient is not averaged is an error.
         frees: True if parameters are freed between forward and backward.
     """
     audit = _Audit(model, gathered, averages)

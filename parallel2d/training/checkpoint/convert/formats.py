@@ -237,7 +237,7 @@ def read_torch(path: str) -> Source:
 
 
 def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a ``torch.save`` file by name, and the facts next to them."""
+    """Return the tensors of a ``torch.save`` file by name, and the fields of its manifest."""
     label, size = os.path.basename(path), os.path.getsize(path)
     tensors, facts = _interpret(load_torch(path), label)
     total = sum(tensor.nbytes for tensor in tensors.values())
