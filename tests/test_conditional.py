@@ -61,7 +61,8 @@ class Towers(nn.Module):
         for block in self.blocks[: self.early]:
             x = block(x)
         if image is not None:
-            x = x + self.vision(image)
+            # The hidden state needs a gradient; the input of a dummy, like the sound, does not.
+            x = x + self.vision(image + x[:, :3])
         if sound is not None:
             x = x + self.audio(sound)
         for block in self.blocks[self.early :]:

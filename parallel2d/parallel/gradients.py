@@ -146,6 +146,11 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor | float) -> Non
         torch._foreach_mul_(gradients, same)
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that scales gradients of ``norm`` to a norm of at most ``max_norm``."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
 def clip_gradient_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:

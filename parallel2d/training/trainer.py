@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.replicas import ReplicaLost, crossings, is_joining
-from parallel2d.parallel.gradients import scale_gradients
+from parallel2d.parallel.gradients import clip_factor, scale_gradients
 from parallel2d.parallel.mesh import mesh_shape, sum_over_data_ranks
 from parallel2d.parallel.parallelize.running_statistics import average_buffers
 from parallel2d.parallel.sync import (
@@ -498,7 +498,7 @@ class Trainer(TrainerParts):
 
     def _update(self, outcome: StepOutcome) -> None:
         if outcome.finite:
-            clip = min(1.0, self.config.optimizer.clip_norm / (outcome.own_norm + 1e-6))
+            clip = clip_factor(outcome.own_norm, self.config.optimizer.clip_norm)
             if clip != 1.0 or self.scaler.enabled:
                 scale_gradients(self.parameters, clip / self.scaler.scale)
             self.optimizer.step()

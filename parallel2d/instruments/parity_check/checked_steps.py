@@ -22,7 +22,12 @@ from parallel2d.instruments.parity_check.reference_run import (
     seed_forward,
     switch_dropout_off,
 )
-from parallel2d.parallel.gradients import gradient_norm, scale_gradients, without_partial
+from parallel2d.parallel.gradients import (
+    clip_factor,
+    gradient_norm,
+    scale_gradients,
+    without_partial,
+)
 from parallel2d.parallel.mesh import axis_positions, data_coordinate
 from parallel2d.parallel.model_structure import fqn_of
 from parallel2d.parallel.sync import accumulate, set_step
@@ -133,7 +138,7 @@ class _CheckedSteps:
         record.norm = float(gradient_norm(self._updated.values()))
         whole = {"gradients": self._gather(self._gradients(record))}
         clip = checked.optimizer_config.clip_norm
-        scale_gradients(self._updated.values(), min(1.0, clip / (record.norm + 1e-6)))
+        scale_gradients(self._updated.values(), clip_factor(record.norm, clip))
         checked.optimizer.step()
         checked.optimizer.zero_grad()
         self._meter.log = None

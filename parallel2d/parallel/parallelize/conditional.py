@@ -236,6 +236,22 @@ class _Entry:
     gradients: list[GroupGradients] = field(default_factory=list)
     has_run: bool = False  # in the running forward of the model
 
+    def with_gradients(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
+        """Return ``inputs``, in which the floating-point tensors need a gradient.
+
+        FSDP reduces a group when backward has reached its inputs, or at the end of backward if no
+        input needs a gradient. The inputs of the dummy and of the module may differ in this, and
+        the ranks would then reduce the groups in different orders.
+        """
+        is_trained = any(each.requires_grad for each in self.module.parameters())
+        found = []
+        for each in inputs:
+            lacks_gradient = _is_floating(each) and not (each.requires_grad or each.is_inference())
+            if lacks_gradient and is_trained and torch.is_grad_enabled():
+                each = each.detach().requires_grad_()
+            found.append(each)
+        return tuple(found)
+
 
 class _DummyForwards:
     """Runs dummies of the ``always`` modules of one model."""
@@ -279,8 +295,14 @@ class _DummyForwards:
                     "return the output of the module"
                 )
 
-    def enter(self, entry: _Entry) -> None:
+    def enter(self, entry: _Entry, given: Any, named: dict[str, Any]) -> Any:
         """Pre-forward hook of the module of ``entry``."""
+        self._note_run(entry)
+        return entry.with_gradients(given), dict(
+            zip(named, entry.with_gradients(named.values()), strict=True)
+        )
+
+    def _note_run(self, entry: _Entry) -> None:
         if self._running is not None:
             entry.has_run |= self._running is entry
             return
@@ -390,7 +412,9 @@ def run_dummies(
     model.register_forward_hook(dummies.end, prepend=True)
     for entry in entries:
         entry.module.register_forward_pre_hook(
-            lambda *_, entry=entry: dummies.enter(entry), prepend=True
+            lambda _module, given, named, entry=entry: dummies.enter(entry, given, named),
+            prepend=True,
+            with_kwargs=True,
         )
     triggers: list[tuple[str | None, nn.Module]] = []
     for before in dict.fromkeys(entry.before for entry in entries):
