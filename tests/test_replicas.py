@@ -243,23 +243,25 @@ class Towers(nn.Module):
 """
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
 @pytest.mark.parametrize("communicator", with_communicators("gloo"), indirect=True)
-def test_conditional_modules_keep_the_losses_without_a_replica(tmp_path, communicator):
+def test_conditional_modules_keep_the_losses_without_a_replica(tmp_path, communicator, strategy):
     (tmp_path / "towers.py").write_text(TOWERS)
     words = ("model=custom", "model.target=towers:Towers", "launch.nproc_per_node=4")
     words += ("model.conditional={vision: replicate, audio: root, video: always}",)
-    words += ("strategy=ddp", "train.global_batch_size=8", "sync.compare_every=2")
-    with training(tmp_path, *words, "launch.max_restarts=3", "optimizer=adamw") as job:
+    words += (f"strategy={strategy}", "train.global_batch_size=8", "sync.compare_every=2")
+    more = ("mesh.shard=2",) if strategy == "hybrid" else ()
+    with training(tmp_path, *words, *more, "launch.max_restarts=3", "optimizer=adamw") as job:
         jobs.wait_for(lambda: last_row(tmp_path)[0] > 5)
         replicas = last_row(tmp_path)[1]
         kill(job, 3)
         jobs.wait_for(lambda: rows_so_far(tmp_path)[-1]["replicas/joined"] == 1)
         at, _ = last_row(tmp_path)
         jobs.wait_for(lambda: last_row(tmp_path)[0] > at + 4)
+        # Before SIGTERM, after which one replica may leave a step before the others.
+        assert last_row(tmp_path)[1] == replicas
     rows = jobs.rows(tmp_path / "run")
-    live = [row["replicas/present"] for row in rows]
-    assert min(live) == replicas - 1
-    assert live[-1] == replicas
+    assert min(row["replicas/present"] for row in rows) == replicas - 1
     assert differs(tmp_path, *words, "optimizer=adamw") < 1e-10
     for row, expected in zip(rows, jobs.rows(tmp_path / "alone"), strict=True):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
