@@ -247,10 +247,10 @@ def certificate_of_job(folder, other_samples):
 
     read = SampleStream.read
 
-    def other(self, positions):
+    def other(self, positions, *filler):
         if other_samples and torch.distributed.get_rank() == 1:
             positions = [position + 1 for position in positions]
-        return read(self, positions)
+        return read(self, positions, *filler)
 
     with mock.patch.object(SampleStream, "read", other):
         job = jobs.job_of(folder, f"{folder}/run", ("strategy=ddp", "model.n_layers=1", *CHUNKED))

@@ -266,20 +266,20 @@ def test_feed_reads_the_configured_number_ahead_and_raises_worker_exceptions(tmp
     real, read = data.train.read, threading.Semaphore(0)
     reads: list[Any] = []
 
-    def counted(positions: Any) -> Any:
+    def counted(positions: Any, filler: int) -> Any:
         reads.append(positions)
         read.release()
         if len(reads) == 5:
             raise OSError("the disk is gone")
-        return real(positions)
+        return real(positions, filler)
 
     data.train.read = counted  # type: ignore[method-assign]
     with feeding(data.train, plan(8), ahead=2) as feed:
         for _ in range(3):  # two wait while one is read
-            read.acquire()
+            assert read.acquire(timeout=60)
         assert len(reads) == 3
         feed.next()
-        read.acquire()
+        assert read.acquire(timeout=60)
         assert len(reads) == 4
         for _ in range(3):
             feed.next()
@@ -293,9 +293,9 @@ def test_interrupt_while_waiting_for_the_feed_loses_no_batch(tmp_path):
     expected = hashes(data, 1, 1)
     real, go = data.train.read, threading.Event()
 
-    def slow(positions: Any) -> Any:
+    def slow(positions: Any, filler: int) -> Any:
         go.wait()
-        return real(positions)
+        return real(positions, filler)
 
     data.train.read = slow  # type: ignore[method-assign]
 
