@@ -107,8 +107,9 @@ def job_of(folder, run_dir, words):
 def end_earlier_start(run_dir):
     """Mark an earlier start as ended: the process of its rank may continue with other tests."""
     owner = Path(run_dir, "owner.json")
-    if owner.exists():
-        owner.write_text(json.dumps({**json.loads(owner.read_text()), "ended": "now"}))
+    mark = json.loads(owner.read_text()) if owner.exists() else {}
+    if mark and "ended" not in mark:
+        owner.write_text(json.dumps({**mark, "ended": "now"}))
 
 
 def run(folder, run_dir, words, steps, after_step=None):
@@ -140,6 +141,7 @@ def run_to_the_end(folder, run_dir, words, hooks=()):
     trainer = build(folder, run_dir, words, hooks)
     trainer.run()
     trainer.recorder.close()
+    trainer.ownership.release()
     return trainer.progress.step, trainer.stopped
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel2d.parallel.fsdp_internals.tensors import quick_reads
+
 # From the number of a storage to the name of its unsharded parameter
 NameOf = Callable[[int], str | None]
 
@@ -85,11 +87,13 @@ def _freed_in(args: Iterable[Any], kwargs: dict[str, Any], name_of: NameOf) -> s
 
 
 def _freed_as(tensor: Tensor, name_of: NameOf) -> str | None:
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor of torch.func
-        return None
-    return None if storage.nbytes() or not tensor.numel() else name_of(id(storage))
+    # A subclass, such as the parameters of lazy modules, may refuse these calls.
+    with quick_reads():
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor of torch.func
+            return None
+        return None if storage.nbytes() or not tensor.numel() else name_of(id(storage))
 
 
 def _refusal(parameter: str, operator: str) -> RuntimeError:
