@@ -176,6 +176,34 @@ def test_a_library_model_equals_its_single_process_run(ranks, kind, strategy):
     compare(ranks.run(world, run, kind, {}, {"strategy": strategy})[0], expected(ranks, kind))
 
 
+CONSTRUCTED = {
+    "openai-gpt": {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "n_positions": 8},
+    "apertus": GROUPED,
+}
+
+
+def differing_from_constructor(kind: str) -> list[str]:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **CONSTRUCTED[kind])
+    build = transformers.AutoModelForCausalLM.from_config
+    mesh = parallel2d.build_mesh(parallel2d.MeshSpec(replicate=2, shard=2), "hybrid")
+    with parallel2d.build_on_meta():
+        model = build(config)
+    model = parallel2d.parallelize(model, mesh, parallel2d.ParallelConfig("hybrid"), seed=5)
+    state = parallel2d.full_state(model, rank0_only=False)["model"]
+    torch.manual_seed(5)
+    expected = build(config).state_dict()
+    assert state.keys() <= expected.keys()
+    return [name for name, value in state.items() if not torch.equal(value, expected[name])]
+
+
+@LIBRARY
+@pytest.mark.parametrize("kind", CONSTRUCTED)
+def test_parameters_that_only_a_library_constructor_sets_equal_one_process(ranks, kind):
+    assert ranks.run(4, differing_from_constructor, kind) == [[]] * 4
+
+
 @LIBRARY
 @pytest.mark.parametrize(
     ("kind", "strategy", "tied"),

@@ -37,11 +37,17 @@ from parallel2d.parallel.sync.methods import method_of
 from parallel2d.parallel.sync.methods.diloco import ExpectedOuter
 from parallel2d.parallel.sync.methods.method import ExpectedState, SyncMethod
 from parallel2d.parallel.sync.updates import outer_sync
-from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
+from parallel2d.parallel.weights.construction import (
+    build_for_real,
+    outline,
+    own_constructor,
+    recorded_constructor,
+)
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
     InitialWeights,
+    NoInitializerError,
     allocate,
     has_meta_parameters,
 )
@@ -104,14 +110,21 @@ def plain_copy(checked: CheckedRun) -> nn.Module:
     construct = checked.construct
     if construct is None and checked.init is None and checked.weights is None:
         construct = own_constructor(module)
+    recorded, expected = recorded_constructor(module), outline(module)
     if construct is not None:
-        module = build_for_real(construct, checked.seed, outline(module))
+        module = build_for_real(construct, checked.seed, expected)
     cast_storage(module, Precision.of(checked.config.precision, module))
     if has_meta_parameters(module, checked.seed):
         initial = InitialWeights(module, [], checked.init)
         allocate(module, "cpu")
         given = checked.weights(module) if checked.weights else ()
-        initial.write(module, checked.seed, "cpu", given=given)
+        try:
+            initial.write(module, checked.seed, "cpu", given=given)
+        except NoInitializerError:  # as in `WeightSource.fill`
+            if recorded is None or checked.init is not None or checked.weights is not None:
+                raise
+            module = build_for_real(recorded, checked.seed, expected)
+            cast_storage(module, Precision.of(checked.config.precision, module))
     if checked.shape.tensor > 1:
         switch_dropout_off(module)
     return module.to(checked.mesh.device_type)

@@ -268,6 +268,17 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
     return functools.partial(_call_again, model, calls) if written else None
 
 
+def recorded_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Return a function that builds ``model`` again with values; None without a record of it.
+
+    It is for models of a library whose constructors set parameters that no initializer sets.
+    """
+    calls: dict[Any, _Call] = {}
+    if not adapters.settings_of(model):
+        _collect_calls(model, calls)
+    return functools.partial(_call_again, model, calls) if calls else None
+
+
 def _collect_calls(module: nn.Module, calls: dict[Any, _Call]) -> None:
     call = vars(module).get(_MADE_BY)
     if call is not None and module not in calls:

@@ -110,8 +110,8 @@ class InitialWeights:
             mesh: the mesh of parameters; None: this rank draws all values.
 
         Raises:
-            ConfigError: parameters that no initializer sets, with their names, and an initializer
-                that failed on another rank.
+            NoInitializerError: parameters that no initializer sets, with their names, on all ranks.
+            ConfigError: an initializer that failed on another rank.
         """
         self._given = given
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -397,9 +397,13 @@ def initializer_of(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
-def no_initializer(names: Sequence[str]) -> ConfigError:
+class NoInitializerError(ConfigError):
+    """No initializer sets some parameters of a model on meta."""
+
+
+def no_initializer(names: Sequence[str]) -> NoInitializerError:
     owned = "them" if len(names) > 1 else "it"
-    return ConfigError(
+    return NoInitializerError(
         f"no initializer sets {', '.join(names)}: give the module that owns {owned} a "
         "reset_parameters method, pass init=function(module, name) "
         "(model.init=package.module:function), or build the model with real weights"

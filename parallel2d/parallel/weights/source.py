@@ -20,11 +20,17 @@ from parallel2d.base.memory import free_memory
 from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh import ranks_of, route_in_replica
 from parallel2d.parallel.model_structure import fqn_of
-from parallel2d.parallel.weights.construction import build_for_real, outline, own_constructor
+from parallel2d.parallel.weights.construction import (
+    build_for_real,
+    outline,
+    own_constructor,
+    recorded_constructor,
+)
 from parallel2d.parallel.weights.hashes import hashes_of
 from parallel2d.parallel.weights.initial_values import (
     Initializer,
     InitialWeights,
+    NoInitializerError,
     allocate,
     apply_to_tensors,
     has_meta_parameters,
@@ -83,8 +89,11 @@ class WeightSource:
             )
         self._initial: InitialWeights | None = None
         self._construct: Callable[[], nn.Module] | None = None
+        # Builds the model if initializers turn out not to set all values
+        self._recorded: Callable[[], nn.Module] | None = None
         if is_drawn and init is None:
             self._construct = construct or own_constructor(model)
+            self._recorded = recorded_constructor(model)
             self._outline = outline(model)
             self._bytes = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
 
@@ -129,14 +138,19 @@ class WeightSource:
         if route is None:
             # Weights that are loaded into the allocated model are not drawn.
             given = self._given(model)
-            if self._initial is not None:
-                seed = self._seed or 0
-                self._initial.write(model, seed, mesh.device_type, given=given, mesh=mesh)
-                return
             loaded = set()
             for name, each in here.items():
                 if name in given:
                     loaded.add(id(each))
+            if self._initial is not None:
+                seed = self._seed or 0
+                try:
+                    self._initial.write(model, seed, mesh.device_type, given=given, mesh=mesh)
+                    return
+                except NoInitializerError:  # on all ranks
+                    if loaded or self._recorded is None:
+                        raise
+                    self._construct = self._recorded
             here = {name: each for name, each in here.items() if id(each) not in loaded}
             # The constructor would compute these buffers from its own weights.
             missing = list(filter(here.__contains__, computed)) if loaded else []
