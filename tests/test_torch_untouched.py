@@ -155,7 +155,7 @@ def test_function_mode_stays_while_torch_looks_for_it():
     from parallel2d.parallel.parallelize import script_checks
 
     before = torch._C._len_torch_function_stack()
-    script_checks.function_mode.activate(list)
+    script_checks.function_mode.activate(list, lambda _: None)
     inside = compile("freed()", str(Path(torch.__file__).with_name("inside.py")), "exec")
     exec(inside, {"freed": script_checks._deactivate_unused})
     assert torch._C._len_torch_function_stack() == before + 1
