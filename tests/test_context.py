@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from checkpoint_runs import run as checkpoint_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training import forget_compiled_code
 from workers import logged, refusal
 
 from parallel2d import MeshSpec, ParallelConfig, build_mesh, clip_gradient_norm, parallelize
@@ -150,8 +151,7 @@ COMPILED = [
 
 def compiled_differences(*args: Any) -> tuple[list[float], int, list[str]]:
     """Return the `differences`, the number of graphs, and the warnings about compilation."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    forget_compiled_code()
     with logged("parallel2d.parallel.parallelize.compilation") as messages:
         found = differences(*args)
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"], messages
@@ -172,6 +172,18 @@ def test_compiled_blocks_exchange_their_attention_in_one_graph(ranks):
         assert messages == [
             "blocks.0 is not compiled, which is slower: a checkpoint inside of it calls attention"
         ]
+
+
+def compiled_after_the_limit(*args: Any) -> list[float]:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        return compiled_differences(*args)[0]
+
+
+@pytest.mark.slow
+def test_blocks_run_uncompiled_after_the_limit_of_compilations(ranks):
+    cases = [{"kv_heads": heads, "compile": EAGER} for heads in (2, 1, 4, 2)]
+    for found in ranks.run(2, compiled_after_the_limit, {"context": 2}, "zero3", cases):
+        assert max(found) < 1e-10, found
 
 
 def attention_inside_blocks(sizes: dict[str, int]) -> set[int]:

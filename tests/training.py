@@ -3,6 +3,7 @@ reference.
 """
 
 import copy
+import gc
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -149,6 +150,13 @@ def sharded(
     )
 
 
+def forget_compiled_code() -> None:
+    """Forget models and compiled code of earlier tests, which count in torch's limits."""
+    gc.collect()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
 def train(
     mesh_sizes: dict[str, Any],
     config: dict[str, Any],
@@ -172,6 +180,8 @@ def train(
         loss_chunk: rows of a `ChunkedHead`.
         decay: decay of the EMA weights, by `sharded_copy` and by torch's ``AveragedModel``.
     """
+    if "compile" in config:
+        forget_compiled_code()
     mesh, model = sharded(mesh_sizes, config, seed, **(llama or {}))
     optimizer = Descent(model.parameters(), 0.3) if descent else optimizer_of(model)
     rank, data_ranks = parallel2d.data_coordinate(mesh), parallel2d.mesh_shape(mesh).data_ranks

@@ -120,6 +120,11 @@ class _OneGraphForward(_CompiledForward):
             cause = str(error.inner_exception)
         except (errors.Unsupported, errors.FailOnRecompileLimitHit) as error:
             cause = str(error).strip().partition("\n")[0]
+        except RuntimeError as error:
+            # After its limit torch skips the code of a block, in other models too.
+            if "found no compiled frames" not in str(error):
+                raise
+            cause = "torch has compiled its code too often in this process"
         if cause not in self._logged:
             self._logged.add(cause)
             log.warning("%s is not compiled, which is slower: %s", self._name, cause)
