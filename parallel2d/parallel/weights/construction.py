@@ -244,13 +244,11 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
     # Adapters have their own initializer, and their base is loaded.
     if adapters.settings_of(model):
         return None
-    calls: dict[Any, _Call] = {}
-    _collect_calls(model, calls)
+    construct = recorded_constructor(model)
     # Without a recorded call of the model, no constructor can run again.
     made_by = set()
-    for module in model.modules():
-        if calls:
-            made_by.add(vars(module).get(_MADE_BY))
+    for module in model.modules() if construct else ():
+        made_by.add(vars(module).get(_MADE_BY))
     late, written = [], False
     for prefix, module in model.named_modules():
         for name, writer in vars(module).get(_WRITTEN_BY, {}).items():
@@ -264,14 +262,16 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
             "init=function(module, name), or build the model with values and pass broadcast_from=0"
         )
     # Under `build_on_meta` only buffers that are computed from parameters are on meta.
-    written |= bool(calls) and any(buffer.is_meta for buffer in model.buffers())
-    return functools.partial(_call_again, model, calls) if written else None
+    written |= construct is not None and any(buffer.is_meta for buffer in model.buffers())
+    return construct if written else None
 
 
 def recorded_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Return a function that builds ``model`` again with values; None without a record of it.
+    """Return a function that builds ``model`` again with values; None if its constructor was not
+    recorded, and for adapters.
 
-    It is for models of a library whose constructors set parameters that no initializer sets.
+    `WeightSource.fill` calls it for models of a library whose constructors set parameters that no
+    initializer sets.
     """
     calls: dict[Any, _Call] = {}
     if not adapters.settings_of(model):

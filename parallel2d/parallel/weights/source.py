@@ -6,7 +6,7 @@ It also checks that all ranks hold the same model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -138,24 +138,9 @@ class WeightSource:
         if route is None:
             # Weights that are loaded into the allocated model are not drawn.
             given = self._given(model)
-            loaded = set()
-            for name, each in here.items():
-                if name in given:
-                    loaded.add(id(each))
-            if self._initial is not None:
-                seed = self._seed or 0
-                try:
-                    self._initial.write(model, seed, mesh.device_type, given=given, mesh=mesh)
-                    return
-                except NoInitializerError:  # on all ranks
-                    if loaded or self._recorded is None:
-                        raise
-                    self._construct = self._recorded
-            here = {name: each for name, each in here.items() if id(each) not in loaded}
-            # The constructor would compute these buffers from its own weights.
-            missing = list(filter(here.__contains__, computed)) if loaded else []
-            if missing:
-                raise no_initializer(missing)
+            if self._is_drawn(model, mesh, given):
+                return
+            here = _not_given(here, given, computed)
             if not any(isinstance(each, nn.Parameter) for each in here.values()):
                 return
             self._build(mesh, topology)
@@ -167,6 +152,20 @@ class WeightSource:
             pairs[id(each)] = (each, self._received.get(name))
         fill(pairs.values(), route)
         self._received = {}
+
+    def _is_drawn(self, model: nn.Module, mesh: DeviceMesh, given: Container[str]) -> bool:
+        """Draw the weights by initializers, unless the constructor sets them. False if the
+        constructor must run. Collective."""
+        if self._initial is None:
+            return False
+        try:
+            self._initial.write(model, self._seed or 0, mesh.device_type, given=given, mesh=mesh)
+        except NoInitializerError:  # on all ranks
+            if self._recorded is None or any(name in given for name in all_tensors(model)):
+                raise
+            self._construct = self._recorded
+            return False
+        return True
 
     def _build(self, mesh: DeviceMesh, topology: Topology) -> None:
         """Build the model with real weights on the first rank of each replica. Collective.
@@ -200,6 +199,25 @@ class WeightSource:
                 f"ranks {list(digests)} built the model under one seed and got different weights: "
                 "its constructor must draw only from the generators of torch, NumPy and Python"
             )
+
+
+def _not_given(
+    tensors: Mapping[str, Tensor], given: Container[str], computed: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the ``tensors`` without the ``given`` ones, also under other names.
+
+    Raises `ConfigError` for a missing buffer of ``computed``, which the constructor would compute
+    from its own weights instead of the given weights.
+    """
+    loaded = set()
+    for name, each in tensors.items():
+        if name in given:
+            loaded.add(id(each))
+    found = {name: each for name, each in tensors.items() if id(each) not in loaded}
+    missing = list(filter(found.__contains__, computed)) if loaded else []
+    if missing:
+        raise no_initializer(missing)
+    return found
 
 
 def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
