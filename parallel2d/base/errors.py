@@ -32,7 +32,7 @@ def nearest_matches(
     for choice in choices:
         words[str(choice).lower()] = str(choice)
     found = difflib.get_close_matches(str(word).lower(), words, n=count, cutoff=alike)
-    return list(map(words.__getitem__, found))
+    return [words[each] for each in found]
 
 
 def did_you_mean(word: object, choices: Iterable[object], alike: float = 0.6) -> str:

@@ -16,8 +16,7 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -124,7 +123,7 @@ class Round:
             return
         self._poll_at = now + self.heartbeat_interval_s
         self._take(self._store.compare_set(self._key, "", ""))
-        names = set(map(attrgetter("name"), self.state.members)).union(self.state.before)
+        names = _names(self.state.members).union(self.state.before)
         self._heartbeats.poll(sorted(names - {self.own.name}))
 
     def _take(self, text: bytes) -> None:
@@ -144,7 +143,7 @@ class Round:
     def ranks_of(self, launcher: Launcher) -> list[int]:
         """Return the ranks of a member."""
         members = self.state.members
-        first = sum(map(attrgetter("size"), members[: members.index(launcher)]))
+        first = sum(each.size for each in members[: members.index(launcher)])
         return list(range(first, first + launcher.size))
 
     @property
@@ -195,7 +194,7 @@ class Round:
 
     def next(self, *, after_failure: bool) -> State:
         """Return the state of the next round, with this launcher as its first member."""
-        names = tuple(map(attrgetter("name"), self.state.members))
+        names = tuple(each.name for each in self.state.members)
         return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
@@ -213,7 +212,7 @@ class Round:
             return self.next(after_failure=after_failure) if has_taken_part else late()
         live = [each for each in others if not self.has_timed_out(each.name)] + [self.own]
         prefix = ""
-        if self._is_complete(set(map(attrgetter("name"), live))):
+        if self._is_complete(_names(live)):
             prefix = f"{self._rendezvous.ranks_prefix}{uuid.uuid4().hex}/"
         return state._replace(prefix=prefix, members=tuple(sorted(live)))
 
@@ -264,6 +263,10 @@ class Round:
                     return
                 time.sleep(self.heartbeat_interval_s / 5)
                 self.poll()
+
+
+def _names(launchers: Iterable[Launcher]) -> set[str]:
+    return {each.name for each in launchers}
 
 
 def _free_port(address: str) -> int:

@@ -20,7 +20,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,7 @@ class StepStatus:
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         # The status vector contains the used parameters, if the engine can wait for them.
-        self._used = next(filter(attrgetter("may_defer_status"), engines_in(model)), None)
+        self._used = next((each for each in engines_in(model) if each.may_defer_status), None)
         if self._used is not None:
             self._used.defer_status()
         shape = mesh_shape(mesh)

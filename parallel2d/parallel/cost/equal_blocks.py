@@ -117,7 +117,10 @@ def _without_blocks(
             modules = stack.container._modules
             items = list(modules.items())
             run = items[stack.first : stack.first + stack.count]
-            items[stack.first : stack.first + stack.count] = map(run.__getitem__, numbers)
+            chosen = []
+            for number in numbers:
+                chosen.append(run[number])
+            items[stack.first : stack.first + stack.count] = chosen
             modules.clear()
             for place, (name, module) in enumerate(items):
                 # Lists find elements by these names; a Sequential may have words as names.

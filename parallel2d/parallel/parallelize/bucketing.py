@@ -186,7 +186,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
             holders[parameter].add(around[name])
     for sharing in holders.values():
         # All groups with one target move together, so that earlier joins stay intact.
-        joining = set(map(target.__getitem__, sharing))
+        joining = {target[each] for each in sharing}
         first = min(joining)
         for index, current in target.items():
             if current in joining:

@@ -57,7 +57,9 @@ def _matching(
     model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
 ) -> list[nn.Parameter]:
     """Return the parameters with matching names and those below modules with matching names."""
-    found = list(map(named.__getitem__, fnmatch.filter(named, pattern)))
+    found = []
+    for name in fnmatch.filter(named, pattern):
+        found.append(named[name])
     for name, module in model.named_modules():
         # The root has an empty name, and no pattern is meant for the root.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):

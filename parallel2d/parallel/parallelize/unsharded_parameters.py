@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import chain, compress
-from operator import ne
+from itertools import chain
 from typing import Any
 
 import torch
@@ -207,9 +206,11 @@ class _UnshardedGroup:
         if versions == self._versions:
             return False
         changed = []
-        for each in compress(self.group.parameters, map(ne, versions, self._versions)):
-            # Tensors of inference mode have no version.
-            if each.gathered is not None and not each.gathered.is_inference():
+        pairs = zip(versions, self._versions, strict=True)
+        for each, (now, before) in zip(self.group.parameters, pairs, strict=True):
+            if now == before or each.gathered is None:
+                continue
+            if not each.gathered.is_inference():  # tensors of inference mode have no version
                 changed.append(each.gathered)
         torch.autograd.graph.increment_version(changed)
         self._versions = versions

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -271,8 +270,8 @@ class BatchFeed:
             batches = [batch.pin_memory() for batch in batches]
         return StepBatch(
             batches,
-            valid_tokens=sum(map(attrgetter("valid_tokens"), batches)),
-            sample_hash=sum(map(attrgetter("hash"), batches)),
+            valid_tokens=sum(batch.valid_tokens for batch in batches),
+            sample_hash=sum(batch.hash for batch in batches),
             waited_s=0.0,
             position=position + plan.global_batch_size,
             metrics=metrics,

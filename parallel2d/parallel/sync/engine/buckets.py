@@ -10,7 +10,6 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -283,11 +282,11 @@ class Bucket:
     def gradients(self) -> list[Tensor]:
         """Return this rank's shard of each gradient, a view of `buffer`."""
         # After `flatten` every parameter has a gradient.
-        return list(map(attrgetter("local_gradient"), self.trained))
+        return [each.local_gradient for each in self.trained]  # type: ignore[misc]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of `gradients`."""
-        return list(map(attrgetter("sharded"), self.trained))
+        return [each.sharded for each in self.trained]
 
     def parts(self) -> list[Tensor]:
         """Return views of `buffer`, in the order of `parameters`; complex gradients as real
@@ -306,7 +305,9 @@ class Bucket:
         Nothing is copied if they already are views of one tensor, as FSDP's gradients of one group
         are. A parameter without a gradient gets zeros: another replica may have one.
         """
-        gradients = list(map(attrgetter("local_gradient"), self.trained))
+        gradients = []
+        for parameter in self.trained:
+            gradients.append(parameter.local_gradient)
         self._flat = _common_storage(gradients)
         # Several groups have several storages at first.
         if self._flat is None:
@@ -339,7 +340,7 @@ class Bucket:
         self.buffer().zero_()
 
     def _allocate(self) -> None:
-        first, shapes = self.trained[0], list(map(attrgetter("local_size"), self.trained))
+        first, shapes = self.trained[0], [each.local_size for each in self.trained]
         sizes = list(map(torch.Size.numel, shapes))
         dtype, device = first.gradient_dtype, first.sharded.device
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -479,7 +480,7 @@ class BucketQueue:
                 kinds.append((each.comm_format, each.gradient_dtype))
             filled = fill_buckets(sizes, kinds, self.bucket_bytes)
             for index, members in enumerate(filled):
-                inside = list(map(groups.__getitem__, members))
+                inside = [groups[member] for member in members]
                 self._buckets.append(Bucket(index, inside, last=index == len(filled) - 1))
         return self._buckets[self._next :]
 
