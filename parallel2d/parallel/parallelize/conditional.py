@@ -12,7 +12,8 @@ collectives would hang. The setting of such a module is one of these:
 - ``always``: the module is sharded. A rank that has not run the module runs a dummy forward at the
   same position in the order of collectives: before the forward of the next block. The output of the
   dummy enters the input of that block with a gradient of zeros, so that backward also reaches the
-  module at the same position on all ranks. A dummy does not count as use of a parameter.
+  module at the same position on all ranks. For this position, the floating-point inputs of a
+  trained module always get a gradient. A dummy does not count as use of a parameter.
 """
 
 from __future__ import annotations

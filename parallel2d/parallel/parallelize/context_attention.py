@@ -22,6 +22,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.models.attention import grouped_attention
 from parallel2d.parallel.context_axis import ContextAxis
 from parallel2d.parallel.fsdp_internals.sharded_model import saving_hooks
+from parallel2d.parallel.fsdp_internals.tensors import storage_of
 
 
 def attend_to_slices(
@@ -159,10 +160,10 @@ def _saving_slices(
     gather: Callable[[Tensor], Tensor], gathered: list[Tensor], slices: Sequence[Tensor]
 ) -> Iterator[list[Tensor]]:
     pairs = zip(gathered, slices, strict=True)
-    own_of = {whole.untyped_storage()._cdata: own.detach() for whole, own in pairs}
+    own_of = {storage_of(whole): own.detach() for whole, own in pairs}
 
     def pack(tensor: Tensor) -> Any:
-        own = own_of.get(tensor.untyped_storage()._cdata)
+        own = own_of.get(storage_of(tensor))
         if own is None:
             return tensor
         return own, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -271,6 +271,9 @@ class SplitBlock:
         **options: Any,
     ) -> Tensor:
         """Run ``F.scaled_dot_product_attention`` on this rank's positions."""
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, **options}
+        if torch.compiler.is_compiling():
+            return self.attention_in_graph(query, key, value, attn_mask, options)
         stack = self.stack
         place = ("attention", self._child, self._calls)
         self._calls += 1
@@ -280,7 +283,6 @@ class SplitBlock:
                 "its own forward; use activation_checkpointing=full instead"
             )
         given = {"query": query, "key": key, "value": value}
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, **options}
         if stack.watcher is not None:
             for name, tensor in given.items():
                 stack.watcher.see(self, (*place, name), tensor)
@@ -294,17 +296,14 @@ class SplitBlock:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
+        mask: Tensor | None,
+        options: dict[str, Any],
     ) -> Tensor:
         """Run `attention` in compiled code, which changes no attribute."""
         splits = self.splits[0] if self.stack.is_split else (False, False)
         if self.stack.is_split and any(other != splits for other in self.splits):
             raise ConfigError(f"{self.name} attends over positions and over other dims")
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, **options}
-        return self.split_attention(*splits, query, key, value, attn_mask, options)
+        return self.split_attention(*splits, query, key, value, mask, options)
 
     def _attend(
         self,
@@ -384,8 +383,6 @@ class _Intercept(TorchFunctionMode):
     ) -> Any:
         if function in (F.scaled_dot_product_attention, grouped_attention):
             function = self._block.attention
-            if torch.compiler.is_compiling():
-                function = self._block.attention_in_graph
         # torch passes this function to the mode, but not the call of attention inside it.
         elif function is F.multi_head_attention_forward:
             function = _with_attention(function, self._block.attention)
