@@ -112,11 +112,33 @@ class Computed(nn.Module):
         self.register_buffer("first", self.target.weight.detach().clone())
 
 
+# A library has initializers of its own, which do not set this parameter.
+LIBRARY = """
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self, dim=16, vocabulary=320):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, dim), nn.Linear(dim, vocabulary)
+        self.scale = nn.Parameter(torch.log(torch.full((dim,), 3.0)))
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens) * self.scale)
+"""
+
+
+def scaled():
+    library = {"__name__": "transformers.scaled"}
+    exec(LIBRARY, library)
+    return library["Scaled"]()
+
+
 def drawn():
     return Drawn(inner=nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 
 
-MODELS = (Gpt, Modulated, drawn, Computed)
+MODELS = (Gpt, Modulated, drawn, Computed, scaled)
 LAYOUTS = (
     ("hybrid", {"replicate": 2, "shard": 2}),
     ("zero3", {}),
@@ -163,7 +185,7 @@ def _on_every_layout():
 
 
 def test_constructor_values_equal_one_process_on_every_layout(ranks):
-    assert ranks.run(4, _on_every_layout) == [[[]] * 18] * 4
+    assert ranks.run(4, _on_every_layout) == [[[]] * 22] * 4
 
 
 JOB = (
@@ -182,12 +204,16 @@ def _through_the_train_command(folder):
         trainer = jobs.build(folder, f"{folder}/run", (*JOB, *words))
         found.append(differing(trainer.model, plain(Gpt)))
         trainer.recorder.close()
-    return found, training_job.certify_job(*jobs.job_of(folder, f"{folder}/run", JOB)).problems()
+    for target in ("Gpt", "scaled"):
+        words = (*JOB, f"model.target=test_constructors:{target}")
+        job = jobs.job_of(folder, f"{folder}/run", words)
+        found.append(training_job.certify_job(*job).problems())
+    return found
 
 
 @pytest.mark.slow
 def test_job_starts_from_constructor_values_and_passes_parity_check(ranks, folder):
-    assert ranks.run(4, _through_the_train_command, str(folder)) == [([[]] * 3, "")] * 4
+    assert ranks.run(4, _through_the_train_command, str(folder)) == [[[], [], [], "", ""]] * 4
 
 
 class Around(nn.Module):
