@@ -258,12 +258,8 @@ class JobCosts:
             micro_batch_size=batches.micro_batch_size,
             accumulation=batches.accumulation,
         )
-        parallel = config.parallel()
-        # `alone` has resolved ``compile=auto``: blocks are not compiled with a context axis.
-        if shape.context > 1:
-            parallel = dataclasses.replace(parallel, compile=alone.config.compile)
         # Groups do not depend on the sizes of the other axes.
-        return dataclasses.replace(alone, config=parallel, shape=shape, workload=workload)
+        return dataclasses.replace(alone, config=config.parallel(), shape=shape, workload=workload)
 
     def _resolve(
         self,
