@@ -87,9 +87,8 @@ def download(name: str, subset: str | None, split: str) -> str:
     for names that lead out of a folder, and the errors of the library.
     """
     where = f"data=hf data.path={name}"
-    hub, datasets = (
-        library(each, "hf-datasets", where) for each in ("huggingface_hub", "datasets")
-    )
+    hub = library("huggingface_hub", "hf-datasets", where)
+    datasets = library("datasets", "hf-datasets", where)
     fetch = functools.partial(hub.snapshot_download, name, repo_type="dataset")
     try:
         described = hub.HfApi().dataset_info(name)

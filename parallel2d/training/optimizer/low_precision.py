@@ -12,9 +12,9 @@ parameter ([Note: blocks of rows] in `geometry.py`). Therefore every layout has 
 In int8 a block of values has one scale, its largest magnitude. The first moment has 127 codes per
 sign, which represent (code / 127)**4 of the scale. The second moment has 255 codes, which represent
 (code / 255)**8 of the scale; for the root of the second moment this is the fourth power, too. The
-distance of two codes, relative to the value, is 3 % at the scale, 10 % at 1/100 of the scale and 30
-% at 1/10,000, so that small values of a block do not become zero. A second moment above zero has at
-least the code 1: the update divides by its root. Roots and powers are computed by square roots and
+distance of two codes, relative to the value, is 3 % at the scale, 10 % at 1/100 of the scale, and
+30 % at 1/10,000, so that small values of a block do not become zero. A second moment above zero has
+at least the code 1: the update divides by its root. Roots and powers are square roots and
 products, which every device rounds correctly (IEEE 754): codes are equal to the bit on all devices.
 
 Parameters with fewer than two dims (norms, biases) keep their state in the dtype of the parameter.
