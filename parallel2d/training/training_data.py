@@ -105,9 +105,9 @@ def check_position(restored: Mapping[str, object], data: OpenData, config: Train
     if saved in (None, data.fingerprint):
         return
     text = (
-        f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut "
-        "otherwise (files, tokenizer, train.seq_len, train.seed, data.*): here sample "
-        f"{restored['samples']} is another sample"
+        f"the checkpoint of step {restored['step']} was trained on other data, or on the same "
+        "data with other settings (files, tokenizer, train.seq_len, train.seed, data.*): sample "
+        f"{restored['samples']} is a different sample here"
     )
     if config.checkpoint.strict:
         raise ConfigError(
