@@ -3,9 +3,9 @@ that restarted ranks recover without a checkpoint on disk.
 
 [Note: in-memory checkpoints] The shared memory of a node outlives the worker processes. Every few
 steps each rank copies its local shards to CPU, and a thread writes them to shared memory as a
-checkpoint of one rank. Such a checkpoint is called a *copy* here; it is published as in [Note:
-atomic publication]. The previous copy stays until the new copy is complete on all ranks. If a node
-fails, the ranks at the same position of other replicas have copies of the same state. With
+checkpoint of one rank. This checkpoint is called a *copy* here; it is published as in
+[Note: atomic publication]. The previous copy stays until the new copy is complete on all ranks. If
+a node fails, the ranks at the same position of other replicas have copies of the same state. With
 ``strategy=hybrid_full`` the state is split over the replicas, so a rank of another replica stores a
 second copy.
 

@@ -1,5 +1,5 @@
-"""Tags that only TensorBoard has (`derived`), and a description with unit for every tag
-(`description`)."""
+"""`derived` computes values that are written only to TensorBoard. `description` returns the meaning
+and unit of each tag."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from parallel2d.base.config import AXES
 from parallel2d.training.metrics import keys
 
-# In the folder of an axis: tag by quantity, and the factor of its values
+# Quantity -> (tag in the folder of an axis, factor from the quantity's unit to the tag's unit)
 OF_AN_AXIS = {
     "bytes": ("axis/megabytes", 1e-6),
     "seconds": ("axis/seconds", 1.0),
@@ -75,8 +75,8 @@ def description(tag: str) -> str:
 
 
 def derived(scalars: Mapping[str, float], device_gib: float | None) -> dict[str, float]:
-    """Return values that are computed from the values of a row. ``device_gib``: the memory of a
-    rank's device; None without a device."""
+    """Return further values for TensorBoard, computed from the values of a row. ``device_gib``: the
+    memory of a rank's device; None without a device."""
     found: dict[str, float] = {}
     step_s = scalars.get(keys.STEP_S)
     if step_s:
@@ -92,8 +92,8 @@ def derived(scalars: Mapping[str, float], device_gib: float | None) -> dict[str,
 
 
 def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the measurements of ``axis``, by the tags that all axes share; empty for a first
-    row."""
+    """Return the measurements of ``axis`` by the tags that are the same for all axes. Empty for the
+    first row of a process, which has no such measurements."""
     moved: dict[str, float] = {}
     for quantity, (tag, scale) in OF_AN_AXIS.items():
         key = keys.communication_key(axis, quantity)
@@ -103,7 +103,7 @@ def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_one_rank(axes: tuple[str, ...]) -> set[str]:
-    """Return the tags of axes with a single rank; ``axes`` are the axes with several ranks."""
+    """Return the tags of all axes of size 1. ``axes``: the axes with more than one rank."""
     single = []
     for axis in AXES:
         if axis not in axes:
