@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration, in the order of their dependencies.
+"""Builds the components of a run from its configuration, in the order of their dependencies.
 
 `check` runs the checks that need only one process, so that an invalid job ends before any worker
 starts; `build_trainer` builds everything on a rank.
@@ -102,9 +102,9 @@ def lay_out(
     device_type: str,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Return the layout of the job for these axis sizes. The check before the start, the training
-    and the planner all use this function, so they have the same layout. ``mesh``: as in `resolve`.
-    Raises `ConfigError` for invalid settings."""
+    """Return the layout of the job for the axis sizes in ``shape``. The check before the start, the
+    training and the planner all use this function, so they have the same layout. ``mesh``: as in
+    `resolve`. Raises `ConfigError` for invalid settings."""
     workload = Workload(
         batches.micro_batch_size,
         batches.accumulation,
@@ -133,7 +133,7 @@ def build_trainer(
     job.
 
     Args:
-        quiet: write and show nothing.
+        quiet: True to write no files and show nothing on the console.
         hooks: called after the hooks of ``train.hooks``.
     """
     config, device, topology = job.config, runtime.device, runtime.topology
@@ -300,8 +300,8 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
 
 
 def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:
-    """Begin the checkpoints and metrics of this start in the run directory. Called after all checks
-    that may refuse the start. Collective."""
+    """Take over the run directory for this start, and begin its checkpoints and metrics there.
+    Called after all checks that may refuse the start. Collective."""
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:

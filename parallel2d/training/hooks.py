@@ -187,15 +187,15 @@ def _entry(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 class HookCalls:
-    """Calls the methods of ``hooks`` and exchanges their results; see [Note: hooks on every rank].
-    Without hooks, no exchange runs."""
+    """Calls the methods of ``hooks`` and all-gathers their results; see
+    [Note: hooks on every rank]. Without hooks, `start` and `end` do nothing."""
 
     def __init__(self, hooks: Sequence[Hook], run: RunView) -> None:
         self.hooks = list(hooks)
         self.run = run
         sets = run.config.data.validation
         self._taken = _TAKEN | set(map(keys.set_loss_key, sets))
-        # Results of this rank since the last exchange
+        # Results of this rank since the last all-gather
         self._metrics: dict[str, tuple[float, float]] = {}  # sum and count
         self._given_by: dict[str, Hook] = {}
         self._save = False
@@ -209,7 +209,7 @@ class HookCalls:
         if not self.hooks:
             return
         self._call("start", step, step)
-        # Results are exchanged in the first step, errors immediately.
+        # Errors are all-gathered immediately, results in the first step.
         self._raise_first(all_gather(self._error))
 
     def step(
@@ -230,7 +230,7 @@ class HookCalls:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)
         # Metrics are sent as pairs, so that any string may be a name.
-        # A joining replica has no metrics
+        # A joining replica has no metrics.
         measured = [] if is_joining() else list(self._metrics.items())
         own = [measured, self._save, self._stop, saved, self._error]
         given, saves, stops, are_saved, errors = zip(*all_gather(own), strict=True)
@@ -240,8 +240,8 @@ class HookCalls:
         self._stop = None
         self._raise_first(errors)
         totals: dict[str, tuple[float, float]] = {}
-        # Added in the order of the ranks: floating-point sums depend on the order, and all
-        # ranks need exactly the same mean.
+        # Values are added in the order of the ranks, because floating-point sums depend on the
+        # order, and all ranks need exactly the same mean.
         for name, (value, count) in itertools.chain.from_iterable(given):
             total, counted = totals.get(name, (0.0, 0.0))
             totals[name] = total + value, counted + count
@@ -274,7 +274,8 @@ class HookCalls:
         for hook in self.hooks:
             try:
                 self._take(hook, method, getattr(hook, method)(self.run, *arguments))
-            # SystemExit too: sys.exit on one rank would leave the others in the exchange.
+            # SystemExit is caught too: after sys.exit on one rank, the other ranks would wait in
+            # the all-gather.
             except (Exception, SystemExit) as error:
                 self._fail(hook, method, step, error)
 
@@ -374,8 +375,8 @@ class SampleText(Hook):
             )
 
     def start(self, run: RunView, step: int) -> None:
-        """Load the tokenizer. Raises `ConfigError` if the data has no tokenizer, or a different
-        one."""
+        """Load the tokenizer. Raises `ConfigError` if neither the data nor the hook names a
+        tokenizer, or if the tokenizer of the hook differs from that of the data."""
         name, fingerprint = run.tokenizer
         if not fingerprint and self.tokenizer is None:
             raise ConfigError(

@@ -37,7 +37,7 @@ class StepQuorum:
     """The quorum of a job with replicas that may fail. All ranks of a replica make the same calls.
 
     Args:
-        parts: the parts of the trainer.
+        parts: the components of the trainer.
         quorum: the live replicas.
         shared_state: returns `Trainer.shared_state`.
         on_lead: called when this rank becomes the leader.
@@ -63,7 +63,7 @@ class StepQuorum:
             self._least = min(settings.min_replicas, self._least)
         self._requeue_exit_code = settings.requeue_exit_code
         self._shards, self._shard = shape.shard, parts.mesh.get_local_rank("shard")
-        # Number of data ranks that averaged their last gradients
+        # Number of data ranks over which the last gradients were averaged
         self._data_ranks = shape.data_ranks
         if not quorum.incarnation:
             self._data_ranks = len(quorum.members) * self._shards

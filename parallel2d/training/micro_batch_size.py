@@ -105,8 +105,9 @@ class MicroBatchHalving:
     """Halves all micro-batches if all ranks run out of memory in the same step. It does so only
     once.
 
-    Collective over the world if ``enabled``. The ranks agree in a separate process group with a
-    short timeout, because a rank without the error may wait in a collective of the step.
+    Collective over all ranks if ``enabled``. The ranks agree in a separate process group with a
+    short timeout, because a rank that did not run out of memory may wait in a collective of the
+    step.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class MicroBatchHalving:
         note with the reason. Collective over the ranks that run out of memory."""
         reason = None
         if self.parts > 1:
-            reason = "they were halved once already"
+            reason = "micro-batches were halved once already"
         elif not all(map(halves, batches)):
             reason = "a micro-batch has one sample, or samples without targets"
         problems = torch.tensor([float(reason is not None)])
@@ -165,7 +166,7 @@ class MicroBatchHalving:
             except RuntimeError:
                 reason = f"other ranks did not run out of memory within {_AGREEMENT_S:.0f} s"
         if reason is None and problems.item():
-            reason = "another rank cannot halve them"
+            reason = "another rank cannot halve its micro-batches"
         if reason is not None:
             error.add_note(f"the step is not repeated with smaller micro-batches: {reason}")
             return False

@@ -236,7 +236,8 @@ def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
         return None
     if parts.context(config.train.seq_len):
         raise ConfigError(
-            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
-            "the targets, which its head does not know; omit train.loss_chunk"
+            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} ignores the "
+            "first targets of each sequence, which a loss in chunks does not support; omit "
+            "train.loss_chunk"
         )
     return find_head(parts.module)

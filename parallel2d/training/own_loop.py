@@ -77,7 +77,7 @@ class Replicas:
             )
         self._buffers = KeptBuffers(model)
         self._shards = mesh_shape(mesh).shard
-        # Number of data ranks that averaged their last gradients
+        # Number of data ranks over which the last gradients were averaged
         self._data_ranks = mesh_shape(mesh).data_ranks
         self._step = 0
         self._computes = self._joins = False

@@ -106,8 +106,8 @@ class RunFacts:
             return []
         name = self.job.config.data.name
         return [
-            f"validation  none: data={name} holds nothing out, so train.validate_every={every} "
-            "measures nothing; data.validation names data"
+            f"validation  none: data={name} has no held-out documents, so "
+            f"train.validate_every={every} has no effect; set data.validation"
         ]
 
     def _speed(self) -> str:

@@ -4,11 +4,11 @@
 has the complete state, it computes no samples. It contributes zeros to the gradient reductions, so
 its ``.grad`` after a reduction is the mean of the other replicas' gradients. It runs the same
 optimizer updates as the other replicas. First it receives the state that is not streamed, such as
-step counts. Then the donor streams the tensors of each parameter (values, EMA weights, optimizer
-state) in *units*. It sends them during forward and backward, when these tensors do not change. The
-joining replica writes each unit before its next update, and from then on its updates keep this unit
-equal to the donor's. Therefore the donor can pause the stream after any unit when an update is due,
-and no other replica waits.
+step counts. Then the donor, a replica with the complete state, streams the tensors of each
+parameter (values, EMA weights, optimizer state) in *units*. It sends them during forward and
+backward, when these tensors do not change. The joining replica writes each unit before its next
+update, and from then on its updates keep this unit equal to the donor's. Therefore the donor can
+pause the stream after any unit when an update is due, and no other replica waits.
 
 The elements of a parameter are divided into several units if the optimizer updates each element
 independently. A matrix that Muon updates is always one unit. In three cases the state has no units,

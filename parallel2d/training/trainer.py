@@ -220,7 +220,7 @@ class Trainer(TrainerParts):
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
-            validation = self._validate_if_due(step, seconds)  # this became the last step
+            validation = self._validate_if_due(step, seconds)  # `_judge` made this the last step
         self.preempted = saves_and_stops
         last = self.upcoming is None
         self.checkpointer.save_if_due(
@@ -337,8 +337,8 @@ class Trainer(TrainerParts):
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
     ) -> AgreedResult:
-        """Call the hooks of all ranks after this step; return their agreed result, and add the time
-        to ``seconds``."""
+        """Call the hooks of all ranks after this step; return their combined result, and add the
+        time to ``seconds``."""
         if not self.hooks:
             return AgreedResult()
         begin = time.perf_counter()

@@ -70,7 +70,7 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
-_POINT = "saves or restores a checkpoint"  # at which all ranks meet
+_POINT = "saves or restores a checkpoint"  # name of this point for `meet`, at which all ranks meet
 BEST = "best.json"  # file in the folder of the checkpoints with the step of the best checkpoint
 
 
@@ -108,8 +108,8 @@ class Checkpointer:
         failures: number of consecutive failed saves.
         published: steps that this object has published, ascending.
 
-    Raises `ConfigError`: the folder is not writable, or is not the same folder on every rank, or
-    ``config.memory_every`` is a number and ``copies`` is None.
+    Raises `ConfigError` if the folder is not writable, if it is not the same folder on every rank,
+    or if ``config.memory_every`` is a number and ``copies`` is None.
     """
 
     def __init__(
@@ -190,10 +190,11 @@ class Checkpointer:
         ``config.resume``.
 
         ``auto`` loads the newest complete checkpoint of this run after verification, and skips
-        damaged checkpoints with a warning that gives the reason. ``never`` renames existing
-        checkpoints and starts a new run. A path loads the checkpoint at this path. If the path
-        belongs to another run and this run already has checkpoints, for example after a restart,
-        the newest checkpoint of this run is loaded instead. Collective.
+        damaged checkpoints with a warning that gives the reason. ``never`` moves existing
+        checkpoints aside, which renames them to ``aside-...``, and starts a new run. A path loads
+        the checkpoint at this path. If the path belongs to another run and this run already has
+        checkpoints, for example after a restart, the newest checkpoint of this run is loaded
+        instead. Collective.
 
         Args:
             restarted: True if these workers replace earlier workers of the same run, or if the run
@@ -237,8 +238,8 @@ class Checkpointer:
         return state
 
     def begin(self) -> None:
-        """Continue the run from the state that `restore` has loaded: rename the skipped
-        checkpoints, delete all in-memory checkpoints except the loaded one, and record the best
+        """Continue the run from the state that `restore` has loaded: move the skipped checkpoints
+        aside, delete all in-memory checkpoints except the loaded one, and record the best
         checkpoint. Collective."""
         if self._resume is None:
             return
@@ -460,7 +461,7 @@ class Checkpointer:
 
     def _clear_the_way(self, step: int) -> str | None:
         """Called on rank 0. If an intact checkpoint of ``step`` exists, return a message; the save
-        is then skipped. Otherwise rename a damaged checkpoint of this step, if it exists, and
+        is then skipped. Otherwise move a damaged checkpoint of this step aside, if it exists, and
         return None."""
         if step not in self.store.steps():
             return None

@@ -106,9 +106,9 @@ class Resume:
         return self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
-        """Rename the checkpoints from which the run does not continue: checkpoints after the chosen
-        step, damaged checkpoints, and checkpoints that another start has written since `run`.
-        Collective."""
+        """Move aside (rename to ``aside-...``) the checkpoints from which the run does not
+        continue: checkpoints after the chosen step, damaged checkpoints, and checkpoints that
+        another start has written since `run`. Collective."""
         if self.config.enabled:
             for step in self._own_steps():
                 if step not in self.seen:
@@ -252,7 +252,7 @@ class Resume:
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
                 self.group.log(
-                    f"{label} was written by {manifest.world_size} ranks, here are "
+                    f"{label} was written by {manifest.world_size} ranks, and this run has "
                     f"{self.group.size}: the ranks' random generators start from the seed"
                 )
         if passed_over:

@@ -161,7 +161,8 @@ def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) 
     """Yield the parts that this rank writes. Each element is written by exactly one rank.
 
     The assignment needs no communication: every rank computes the same assignment from the order of
-    ``tensors``, their placements and the mesh coordinates. A rectangle is written by the holder
+    ``tensors``, their placements and the mesh coordinates. A local shard is a rectangle of its
+    tensor, and its holders are the ranks that replicate it. A rectangle is written by the holder
     with the fewest bytes so far, or by several holders in parts of at least `PART_BYTES`. Thus all
     ranks write about the same number of bytes, and the manifest stays small.
     """
@@ -245,7 +246,7 @@ def write_checkpoint(
 
     Args:
         exists: called with the step on the leader of ``group``, before the folder is created. It
-            renames an earlier checkpoint of this step, or returns a reason to skip the save.
+            moves an earlier checkpoint of this step aside, or returns a reason to skip the save.
     """
     place = error = None
     is_first = group.is_first  # read once: the leader may change during the save

@@ -1,5 +1,6 @@
 """The folder with all checkpoints of a run, called the store. `open_store` returns an object that
-writes and publishes new checkpoints, deletes old checkpoints and renames damaged checkpoints.
+writes and publishes new checkpoints, deletes old checkpoints, and moves damaged checkpoints aside
+(renames them to ``aside-...``).
 
 [Note: atomic publication] Readers never see an incomplete checkpoint, even if a process is killed,
 and no file is overwritten. On a file system, a checkpoint is first written to a folder

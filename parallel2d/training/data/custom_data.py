@@ -53,7 +53,7 @@ class BinTokens:
         self.tokens = len(self._ids)
 
     def ids(self, start: int, count: int) -> NDArray[Any]:
-        """Return the token ids ``start .. start + count``."""
+        """Return ``count`` token ids from ``start``."""
         return self._ids[start : start + count]
 
     def content(self) -> str:

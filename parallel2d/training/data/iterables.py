@@ -70,8 +70,9 @@ class Shards:
         for part in parts:
             if not isinstance(part, Iterable) or isinstance(part, Iterator):
                 raise ConfigError(
-                    f"{self.what} returned {type(part).__name__}, which can be read once or not at "
-                    "all: return an object whose __iter__ begins again, or a list of such shards"
+                    f"{self.what} returned {type(part).__name__}, which cannot be iterated more "
+                    "than once: return an object whose __iter__ begins again, or a list of such "
+                    "shards"
                 )
         first = next(itertools.chain.from_iterable(map(iter, parts)), None)
         if first is None:

@@ -1,7 +1,7 @@
 """`SampleStream` reads samples by position. All batches in training come from such a stream.
 
-A stream is a finite or infinite sequence of samples. The sample at a position depends only on the
-data, the size of a sample and the seed.
+A stream is a finite or infinite sequence of samples, and a position is an index in this sequence.
+The sample at a position depends only on the data, the size of a sample and the seed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.limited_child import try_in_child
 
-BATCH_ROWS = 256  # in memory at a time
+BATCH_ROWS = 256  # rows in memory at one time
 TOO_LONG = object()  # yielded in place of a row that is too long
 TOO_MUCH = "it expands to more than 100 times its size, unlike text"
 

@@ -123,8 +123,8 @@ def find_rule(
         value = run(targets, slice(None))
     if value is None:
         return None
-    # Models of transformers may return a loss in fp32 that was computed from 16-bit logits, so
-    # `bound` is at least the caller's.
+    # The loss may be in fp32 although the logits are in 16 bits, so the bound of its dtype must not
+    # lower `bound`.
     bound = max(bound, loss_bound(value.dtype))
     if len(calls.ignored) == 1:
         (ignored,) = calls.ignored

@@ -258,7 +258,7 @@ class CommunicationMeter:
         last = self._last
         if not begun or last is None:
             return begun, "the first collective"
-        return begun, "{} over the {} axis, or the agreement after it,".format(*last)
+        return begun, "{} over the {} axis, or the status all-reduce after it,".format(*last)
 
     def _begin(self, axis: _Measured, started: Any) -> None:
         """Count a collective. Torch calls this hook before the collective."""

@@ -23,7 +23,7 @@ LEARNING_RATE = "learning_rate"
 TOKENS = "tokens"
 SAMPLES = "samples"
 BATCH_HASH = "data/batch_hash"
-PADDING, IMBALANCE = "data/padding", "data/imbalance"  # with data.packing=fitted
+PADDING, IMBALANCE = "data/padding", "data/imbalance"  # only with data.packing=fitted
 SKIPPED_STEPS = "skipped_steps"
 set_loss_key = "validation/{}/loss".format  # for a named data set of ``data.validation``
 _SET_LOSS = re.compile(set_loss_key("(.+)"))

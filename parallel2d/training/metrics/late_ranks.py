@@ -177,11 +177,11 @@ def describe_late(
         for rank, at in enumerate(positions):
             if at == min(positions):
                 late[rank] = hosts[rank]
-        how = f"alive but behind, at step {step} after {collectives} collectives of it"
+        how = f"alive but behind, at step {step} after {collectives} collectives in this step"
     named = ", ".join(f"rank {rank} on {host.split('/')[0]}" for rank, host in late.items())
     sentence = f"late: {named}, {how}"
     if len(late) == len(hosts):
-        sentence = "no rank is behind: the network between them is the suspect"
+        sentence = "no rank is behind: the network between the ranks may have failed"
     if after[me] is None:
         return sentence
     _, step, _, doing = after[me]

@@ -51,7 +51,7 @@ LAYOUT = {
     "Communication by axis": {
         "MB sent per rank and step": [OF_AN_AXIS["bytes"][0]],
         "seconds per step": [OF_AN_AXIS["seconds"][0]],
-        "seconds per step that nothing hides": [OF_AN_AXIS["exposed_seconds"][0]],
+        "exposed seconds per step": [OF_AN_AXIS["exposed_seconds"][0]],
         "calls per step": [OF_AN_AXIS["calls"][0]],
     },
     "Memory": {"GiB, largest rank": ["memory/.*_gib"]},
@@ -64,16 +64,16 @@ LAYOUT = {
         "seconds of a step": [keys.time_key(f"({'|'.join(keys.PHASES)})_s")],
         "parts of a step, %": [percent_key(".*")],
         "seconds lost so far": ["goodput/lost_.*"],
-        "slowest rank over the mean": [keys.SKEW],
+        "busy time: slowest rank / mean": [keys.SKEW],
     },
 }
 # Chart for runs with traffic over the replicate axis, and chart for replicas that train
 # independently
-BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
-SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
+BETWEEN_REPLICAS = {"compression: exact bytes / sent bytes": [keys.COMPRESSION]}
+SHARED_CHANGES = {"norm of the outer step": [keys.OUTER_NORM]}
 # Charts for which only some jobs have data, by their key in `MetricsWriter.charts`
 OPTIONAL = {
-    "mfu": ("Throughput", {"model FLOP/s over those of the device": [keys.MFU]}),
+    "mfu": ("Throughput", {"MFU": [keys.MFU]}),
     "hosts": (
         "Between nodes",
         {

@@ -67,7 +67,8 @@ _State = dict[tuple[int, str], Any]
 
 
 class WholeMatrices(torch.optim.Optimizer):
-    """Steps a class on unsharded tensors; see [Note: an optimizer that sees whole tensors]."""
+    """Runs the steps of a user's optimizer class on unsharded tensors; see
+    [Note: an optimizer that sees whole tensors]."""
 
     def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
         if needs_closure(optimizer_class):
@@ -153,9 +154,11 @@ class WholeMatrices(torch.optim.Optimizer):
             whole.data = whole.new_empty(()).expand(whole.shape)
 
     def _step_own(self) -> None:
-        """Step the class on the parameters that this rank owns."""
+        """Run a step of the user's class for the parameters that this rank owns."""
         if len(self.param_groups) != len(self._inner_groups):
-            raise ConfigError("whole_matrices takes all parameter groups at once")
+            raise ConfigError(
+                "whole_matrices takes all parameter groups at once; later groups cannot be added"
+            )
         for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
             inner.update(_settings(group))
         if self._wholes:

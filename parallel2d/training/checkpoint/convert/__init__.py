@@ -50,7 +50,9 @@ def open_source(path: str) -> Source:
         # count blocks.
         if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
             sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
-            raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
+            raise ConfigError(
+                f"{path} has {sizes}: it is a sparse file, which no program saves weights to"
+            )
         if path.endswith(".safetensors"):
             return formats.read_safetensors(path)
         if path.endswith(_TORCH):

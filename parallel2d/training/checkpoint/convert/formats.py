@@ -192,7 +192,8 @@ def write_safetensors(source: Source, path: str) -> None:
 def source_of(
     kind: str, places: Mapping[str, tuple[ByteSource, Entry]], facts: Mapping[str, Any]
 ) -> Source:
-    """Return a source with the tensors at these places in safetensors files."""
+    """Return a source with tensors of safetensors files. ``places``: the file and the header entry
+    of each tensor, by name."""
     described = {name: (entry.dtype, entry.shape) for name, (_, entry) in places.items()}
 
     def read(name: str) -> Tensor:
