@@ -1,11 +1,11 @@
 """User code that the trainer calls: `Hook`. The methods of a hook receive a `RunView` and may
 return a `HookResult`. `HookCalls` calls the hooks of a run.
 
-[Note: hooks on every rank] Every rank calls each method of a hook at the same points of the loop,
-but the result or exception of a call is known only on its own rank. If a run has hooks, one
-all-gather per step distributes the results and exceptions, so that all ranks save, stop or fail
-together. `Hook.row` and `Hook.save` run after this all-gather, so their exceptions are sent with
-the next one.
+[Note: hooks on every rank] Every rank calls each method of a hook at the same points of the loop.
+The result or exception of a call is first known only on the rank that made the call. If a run has
+hooks, one all-gather per step distributes the results and exceptions, so that all ranks save, stop
+or fail together. `Hook.row` and `Hook.save` run after this all-gather, so their exceptions are sent
+with the next one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TAKEN_GROUPS = (
 
 @dataclass(frozen=True)
 class RunView:
-    """A view of the run for hooks, which must not change it."""
+    """The objects and facts of a run that hooks may read. Hooks must not change them."""
 
     config: TrainConfig
     model: nn.Module  # sharded: its parameters are this rank's local shards
@@ -120,8 +120,8 @@ class Hook:
         """Called after the checkpoint of ``step`` was published at ``path``."""
 
     def end(self, run: RunView, step: int, reason: str) -> None:
-        """Called after the last step of this process, when everything is saved; not called after an
-        error. ``reason``: ``finished``, ``preempted``, or the reason of an early stop."""
+        """Called after the last step and the last save of this process. Not called after an error.
+        ``reason``: ``finished``, ``preempted``, or the reason of an early stop."""
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ class MicroBatchHalving:
     once.
 
     Collective over all ranks if ``enabled``. The ranks agree in a separate process group with a
-    short timeout, because a rank that did not run out of memory may wait in a collective of the
-    step.
+    short timeout. The timeout is needed because a rank that did not run out of memory may wait in a
+    collective of the step.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ def halves(batch: Batch) -> list[Batch]:
     if targets is None or len(targets) < 2:
         return []
     counts = (targets != IGNORED).reshape(len(targets), -1).sum(1)
-    # If the counts differ, the weight of a sample is not the number of its targets, and the weights
-    # of the halves are not known.
+    # If the number of targets differs from ``valid_tokens``, the loss does not weight samples by
+    # their targets, and the weights of the halves are unknown.
     if int(counts.sum()) != batch.valid_tokens:
         return []
     found: list[Batch] = []

@@ -69,8 +69,9 @@ def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> Non
 
 def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
     """Return ``config`` with ``train.steps`` computed from ``train.epochs`` and ``data``. Raises
-    `ConfigError` if the data have fewer samples than a global batch, if other keys contradict the
-    computed steps, or if a watched metric needs validation data and ``data`` has none."""
+    `ConfigError` if the data have fewer samples than a global batch, or if other keys contradict
+    the computed steps. Also raises it if a watched metric needs validation data and ``data`` has
+    none."""
     wanted = (config.train.stop.metric, config.checkpoint.keep_best)
     if data.validation is None and VALIDATION_LOSS in wanted:
         raise ConfigError(

@@ -95,7 +95,7 @@ class Staging:
         buffer with the copies, which are complete after `wait`.
 
         Args:
-            blocks: the tensors: on CPU, or on devices of one type.
+            blocks: the tensors to copy, on CPU or on devices of one type.
             until_update: ids of the blocks that only the optimizer changes.
         """
         sizes = []

@@ -161,7 +161,7 @@ class LocalStore:
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.write(place, MANIFEST, [manifest])
         # The order of these calls matters. The manifest is written after all other files. The
-        # folder is flushed before the rename: otherwise a file system may persist the rename before
+        # folder is flushed before the rename. Otherwise a file system may persist the rename before
         # the names of the files, and a crash would leave a published checkpoint without these
         # files. The root is flushed after the rename, because the save counts as done when this
         # method returns.

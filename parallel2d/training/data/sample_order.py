@@ -107,8 +107,9 @@ class Schedule:
     proportion. The sum of these integers is the period, and each period contains component c
     exactly weight[c] times. After n positions the count of component c differs from n · weight[c] /
     period by less than 1; in any window of positions, by less than 2. The rule is "chairman
-    assignment" (Tijdeman 1980): a component is eligible at a position if its count would not become
-    too large, and the eligible component with the earliest deadline is taken.
+    assignment" (Tijdeman 1980). At each position, a component is eligible if its count would not
+    become too large. The deadline of a component is the last position for its next occurrence. The
+    eligible component with the earliest deadline is taken.
 
     Raises `ConfigError` for weights that are not positive numbers, and for a period above
     `MAXIMUM_PERIOD`.

@@ -1,15 +1,15 @@
 """`find_rule`: finds the divisor of a custom loss.
 
 [Note: a mean that a model returns] Training needs the sum of the losses over valid targets (see
-[Note: the mean over valid tokens]), but a model that computes its own loss usually returns a mean.
-The mean is over all targets except ignored targets (-1 in nanoGPT, -100 in transformers). If the
-model shifts labels internally, the first target of each sequence is also excluded. The trainer
-multiplies this mean by its divisor, the number of targets in the mean. The divisor is found before
-training with three samples, the first of which has a single valid target. The model's calls of
-torch's cross-entropy show which target is ignored, and how many targets count. Then three losses
-are computed: of the first sample, of the other two, and of all three samples. The last must be the
-sum of the other two losses, or their mean with the divisors as weights. Otherwise the loss depends
-on which samples share a micro-batch, and therefore on the layout, and is refused.
+[Note: the mean over valid tokens]). A model that computes its own loss usually returns a mean. The
+mean is over all targets except ignored targets (-1 in nanoGPT, -100 in transformers). If the model
+shifts labels internally, the first target of each sequence is also excluded. The trainer multiplies
+this mean by its divisor, the number of targets in the mean. The divisor is found before training
+with three samples, the first of which has a single valid target. The model's calls of torch's
+cross-entropy show which target is ignored, and how many targets count. Then three losses are
+computed: of the first sample, of the other two, and of all three samples. The last must be the sum
+of the other two losses, or their mean with the divisors as weights. Otherwise the loss depends on
+which samples share a micro-batch, and therefore on the layout, and is refused.
 
 A term in addition to the cross-entropy, such as a load-balancing loss of experts, may be too small
 for this comparison. Therefore the losses are computed again with all cross-entropies replaced by

@@ -8,11 +8,11 @@ bytes that a rank sends: the size of the tensors multiplied by the factor of `se
 [Note: seconds of collectives] On CPU, the seconds of a collective are the time for which the
 calling thread was blocked, and all of this time is exposed. On a device, the seconds are measured
 by two events: around the collective, or around the wait for it, in the stream that waits. Torch's
-hooks run when a collective is issued. The hook waits for a collective that its caller would await
-next anyway: synchronous collectives, and all collectives of the tensor and context axes, because
-the next operation needs their results. Asynchronous collectives of the other axes are measured
-where `base.metering.wait` awaits them. If they are awaited elsewhere, only bytes and calls are
-measured.
+hooks run when a collective is issued. The hook after the collective waits for it if its caller
+would wait for it next anyway. This is the case for synchronous collectives, and for all collectives
+of the tensor and context axes, because the next operation needs their results. Asynchronous
+collectives of the other axes are measured where `base.metering.wait` awaits them. If they are
+awaited elsewhere, only bytes and calls are measured.
 
 [Note: exposed seconds] On a device, one event before and one event after a wait in the compute
 stream enclose exactly the time for which this stream was idle. Torch has no hooks for streams and

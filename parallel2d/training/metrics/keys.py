@@ -84,9 +84,10 @@ SLOWEST_RANK = "rank/slowest"
 SKEW = "rank/skew"
 BUSY_S = "rank/busy_s"  # of every rank: a histogram in TensorBoard, not part of a row
 
-# REPLICAS: live replicas. The others are totals since all replicas last started together: replicas
-# that joined, samples that were computed again, seconds lost to failures and joins, and steps whose
-# contribution was lost with a failed replica
+# REPLICAS: live replicas. The others are totals since all replicas last started together.
+# REPLICAS_JOINED: replicas that joined. REPEATED_SAMPLES: samples that were computed again.
+# REPLICAS_LOST_S: seconds lost to failures and joins. LEFT_OUT_STEPS: steps of failed replicas that
+# never reached the other replicas
 REPLICAS = "replicas/present"
 REPLICAS_JOINED = "replicas/joined"
 REPEATED_SAMPLES = "replicas/repeated_samples"

@@ -3,7 +3,7 @@
 [Note: codes of optimizer state] A *code* is a stored bf16 or int8 value. A step decodes a piece of
 the state, updates the state and the parameter in fp32 (fp64 for fp64 parameters), and rounds the
 state to codes again. Rounding is stochastic, so that the expected value of the result is the exact
-value. With rounding to the nearest code, a moment with a decay near 1 would never change, because
+value. With rounding to the nearest code, a moment with a decay near 1 could stay constant, because
 one step changes it by less than half of the distance between two codes.
 
 The random numbers depend only on the seed, the name of the parameter, its number of updates, and

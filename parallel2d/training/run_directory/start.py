@@ -219,7 +219,7 @@ def accept_start(
             "python": platform.python_version(),
         },
     )
-    # All checks that may refuse this start have passed. The lock is written first: if the other
+    # All checks that may refuse this start have passed. The lock is written first. If the other
     # half of a split job still trains, it checks the lock before each write, and therefore stops
     # before the records below describe this start. The segment is written next, because rows
     # contain its number. The later files only describe the start, so a crash between their writes

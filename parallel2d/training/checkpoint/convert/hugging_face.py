@@ -63,7 +63,7 @@ _SIZES = {
     "embedding.weight": ("vocab_size", "dim"),
     "layers.0.feed_forward.w1.weight": ("hidden_dim",),
 }
-# Settings for which our model has only one value
+# Settings of the library that must have the values that follow from our model's arguments
 _FIXED = ("attention_bias", "mlp_bias", "hidden_act", "head_dim", "rope_parameters")
 # Keys of ``given`` in `write_model` that replace paths in the checkpoint of a ``model=hf`` run
 _MOVED = ("path", "tokenizer")
