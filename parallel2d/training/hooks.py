@@ -288,7 +288,7 @@ class HookCalls:
             text = f"{where}: {error}"
         else:
             frames = traceback.extract_tb(error.__traceback__)
-            # The first frame is the call in this module.
+            # The first frame is the call of the hook in this module, which is not shown.
             place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
             text = (
                 f"{where}.{method} failed on rank {self.run.rank} at step {step}: "

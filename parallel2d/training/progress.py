@@ -104,7 +104,7 @@ class StepOutcome:
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """Return the problems of a `Trainer.state_dict` after ``step``; empty for a valid one.
+    """Return the problems of a `Trainer.state_dict` after ``step``; empty for a valid state.
 
     Numbers must be finite, in range, and consistent with each other.
     """

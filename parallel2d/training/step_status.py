@@ -104,7 +104,7 @@ class StepStatus:
 
     def _from_host(self, step: int, own: RankStatus) -> Tensor:
         """Return the values of the vector that are known on the host, as a CPU tensor."""
-        # Flags: a replica has failed; a replica waits to join; this rank has the state.
+        # Flags: a replica has failed, a replica waits to join, this rank has the complete state
         about = [0.0, 0.0, 1.0]
         if (replicas := current()) is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]

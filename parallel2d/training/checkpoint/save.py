@@ -192,7 +192,7 @@ def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) 
                     offsets = (held.offsets[0] + begin, *held.offsets[1:])
                     lengths = (min(size_of_part, rows - begin), *held.lengths[1:])
                     written = Region(offsets, lengths)
-                # Empty if there are more ranks than rows.
+                # `written` is empty if there are more ranks than rows.
                 if written.numel:
                     values = local_part(tensor).detach().reshape(held.lengths)
                     yield Part(name, tensor.shape, written, values[written.slices_in(held)])
@@ -245,8 +245,9 @@ def write_checkpoint(
     storage are returned, not raised.
 
     Args:
-        exists: called with the step on the leader of ``group``, before the folder is created. It
-            moves an earlier checkpoint of this step aside, or returns a reason to skip the save.
+        exists: called with the step on the leader of ``group``, before the folder is created. If a
+            checkpoint of this step exists, it moves this checkpoint aside, or returns a reason to
+            skip the save.
     """
     place = error = None
     is_first = group.is_first  # read once: the leader may change during the save

@@ -62,7 +62,8 @@ class ChatTemplate:
         self._variables = {**_special_tokens(settings), **config.chat_arguments}
         self._has_marks = bool(_MARKS.search(source))
         identity = json.dumps([source, self._variables], sort_keys=True, default=str)
-        # Digest of everything besides the row that determines its text and targets
+        # Digest of the template and its variables, which determine the text and the targets of a
+        # row
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     def parts(self, row: Any) -> Parts:

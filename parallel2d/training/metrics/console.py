@@ -56,7 +56,8 @@ class ConsoleDisplay:
     def step(
         self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None
     ) -> None:
-        """Show a row, with the estimated time to the end and the age of the last checkpoint."""
+        """Show a row if its output is due, with the estimated time to the end and the age of the
+        last checkpoint."""
         now, step = time.monotonic(), row[keys.STEP]
         since_last_s = now - self._last_shown
         is_due = step in (1, self._steps) or since_last_s > _LINE_EVERY_S

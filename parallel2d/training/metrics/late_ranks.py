@@ -154,7 +154,7 @@ class HeartbeatMonitor:
 def describe_late(
     before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str], me: int
 ) -> str:
-    """Return the sentence of `HeartbeatMonitor.explain`; see [Note: late ranks].
+    """Return a sentence that names the late ranks; see [Note: late ranks].
 
     Args:
         before, after: heartbeats [number, step, collectives, doing] by rank, some seconds apart;
