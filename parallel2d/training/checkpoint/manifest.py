@@ -1,10 +1,10 @@
-"""The content of a checkpoint: `Manifest` lists it and is stored as JSON, `Checkpoint` verifies and
-reads the files.
+"""The content of a checkpoint. `Manifest` describes the content and is stored as JSON; `Checkpoint`
+verifies and reads the files.
 
-The manifest lists every file with size and checksum, and every tensor with the rectangles that it
-is stored in. The checksums protect only against accidents: an attacker can recompute them.
-Therefore JSON of any origin is decoded into checked data or one error: every name, number and dtype
-is checked as if hostile, and nothing is imported or instantiated.
+The manifest lists every file with its size and checksum, and every tensor with its stored
+rectangles. The checksums detect only accidental damage, because an attacker can recompute them.
+Therefore the JSON is treated as untrusted: every name, number and dtype is checked, invalid content
+raises an error, and no code from the file is imported or executed.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_BYTES = 96 * 2**20  # two million chunks; a reader then needs 2 GiB of memory
+MAX_BYTES = 96 * 2**20  # about two million chunks, for which a reader needs 2 GiB of memory
 _MOST_AXES = 8
-TRAINED = "global_batch_size"  # a key in the layout of every run of the train command
+TRAINED = "global_batch_size"  # the ``layout`` of a run of the train command always has this key
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Keys that are stored without conversion, and keys with an object as their value.
+# Fields that are stored without conversion
 PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
-# Dicts that a manifest keeps, and the keys that mark them in JSON. Other dict types, such as a
-# defaultdict, and namedtuples have more state than their items, and are refused.
+# The dict types that a manifest can store, and the keys that mark these types in JSON. Other dict
+# types, such as defaultdict, and namedtuples have state in addition to their items, and are
+# refused.
 _DICTS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
 _MARKED = {mark: kind for kind, mark in _DICTS.items()}
+# Fields whose value must be a JSON object
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
 @sendable
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a tensor, and the file that stores it under `chunk_key`."""
+    """A rectangle of a tensor, and the file that stores it. The key in the file is `chunk_key`."""
 
     file: str
     region: Region
@@ -81,13 +83,15 @@ class Manifest:
     """The checked manifest of a checkpoint."""
 
     step: int
-    state: dict[str, Any] = field(default_factory=dict)  # of the caller: step, samples, counters
-    layout: dict[str, Any] = field(default_factory=dict)  # facts about the run that saved it
+    # State of the trainer: step, samples, counters
+    state: dict[str, Any] = field(default_factory=dict)
+    # Facts about the run that saved the checkpoint
+    layout: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
-    # Class, parameter groups, and the part of the state that is not tensors
+    # Class, parameter groups, and the state that is not stored as tensors
     optimizer: dict[str, Any] = field(default_factory=dict)
-    # Further names of shared parameters -> the name that stores the values
+    # Other name of a shared parameter -> name under which its values are stored
     tied: dict[str, str] = field(default_factory=dict)
     # Names of the model's tensors that are buffers
     buffers: list[str] = field(default_factory=list)
@@ -100,8 +104,9 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
     def encode(self) -> bytes:
-        """Return the JSON text. Infinity and NaN, which JSON lacks, become strings."""
-        # The position is for people and other programs: `decode` reads it from the state.
+        """Return the JSON text. Infinity and NaN become strings, because JSON has no such
+        numbers."""
+        # The position is written for other readers of the file. `decode` reads it from the state.
         content = {"format": FORMAT, "position": self.state.get("samples")}
         content |= {key: getattr(self, key) for key in PLAIN}
         content["files"] = {name: vars(file) for name, file in self.files.items()}
@@ -117,11 +122,12 @@ class Manifest:
     @classmethod
     @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST, *, local: bool = False) -> Manifest:
-        """Decode and check the JSON text. Raises `DamagedCheckpointError`, naming ``what``, for
-        any text that `encode` cannot have produced.
+        """Decode and check the JSON text. Raises `DamagedCheckpointError`, with ``what`` in its
+        message, for any text that `encode` cannot have produced.
 
         Args:
-            local: the manifest lists one rank's part, so that chunks need not cover the tensors.
+            local: True if the manifest lists the local shards of one rank, so that the chunks need
+                not cover the tensors.
         """
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
@@ -134,8 +140,8 @@ class Manifest:
                 files[name] = StoredFile(item["bytes"], item["sha256"])
             tensors, stored = {}, content["tensors"]
             tensor_file.check_number(len(stored), what)
-            # Entries are converted one at a time, because memory could not hold both forms of all
-            # entries.
+            # Entries are converted and removed one at a time, so that the JSON objects and the
+            # converted entries are not all in memory together.
             for name in list(stored):
                 tensors[name] = _decode_tensor(name, stored.pop(name), files, what, local)
             for name, other in content["tied"].items():
@@ -150,8 +156,8 @@ class Manifest:
 
 
 class Checkpoint:
-    """A readable checkpoint. The sizes and headers of the files are compared with the manifest
-    before any value is used; every method raises `DamagedCheckpointError` if they differ."""
+    """A readable checkpoint. The size and header of each file are compared with the manifest before
+    any value is read. Every method raises `DamagedCheckpointError` if they differ."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -167,7 +173,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """Open the checkpoint at a path or fsspec address. Checks the manifest, not the files."""
+        """Open the checkpoint at a path or fsspec address. This checks only the manifest."""
         folder = open_folder(path, mapped)
         data = folder.read(MANIFEST, MAX_BYTES)
         return cls(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
@@ -181,7 +187,7 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
         header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
-        # A file of the right size may still belong to another checkpoint.
+        # A file with the expected size may still belong to another checkpoint.
         found = {}
         for key, entry in header.items():
             found[key] = (entry.dtype, entry.shape)
@@ -206,8 +212,8 @@ class Checkpoint:
                 )
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        """Copy the rectangle ``region`` into ``destination``, which has its shape, and convert
-        the dtype."""
+        """Copy the rectangle ``region`` of tensor ``name`` into ``destination``, which has the
+        shape of ``region``. The values are converted to the dtype of ``destination``."""
         tensor = self.tensors[name]
         for chunk in tensor.chunks:
             common = chunk.region.intersect(region)
@@ -215,7 +221,8 @@ class Checkpoint:
                 continue
             source, header = self._file(chunk.file)
             entry = header[chunk_key(name, tensor.shape, chunk.region)]
-            # Read entire rows, which are consecutive in the file. A tensor without dims has one.
+            # Read complete rows, which are consecutive in the file. A tensor without dims has one
+            # row.
             rows, *others = common.slices_in(chunk.region) or (slice(0, 1),)
             values = tensor_file.read_rows(source, entry, rows.start, rows.stop)
             for dim, part in enumerate(others, start=1):
@@ -223,7 +230,8 @@ class Checkpoint:
             destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copy this rank's part of the stored tensor ``name`` into ``tensor``, of equal shape."""
+        """Copy this rank's local shard of the stored tensor ``name`` into ``tensor``, which has the
+        same unsharded shape."""
         region = local_region(tensor)
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))
@@ -237,8 +245,8 @@ class Checkpoint:
 
 
 def require(checks: Iterable[tuple[object, str]]) -> None:
-    """Raise ValueError with the text of the first failed check. A check in a generator may rely on
-    the checks before it."""
+    """Raise ValueError with the text of the first failed check. ``checks`` may be a generator: it
+    is not advanced after a failed check, so each check may rely on the earlier checks."""
     for holds, problem in checks:
         if not holds:
             raise ValueError(problem)
@@ -335,14 +343,15 @@ def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredF
 
 
 def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
-    """Raise ValueError unless ``regions``, all inside ``shape``, cover it exactly once in a grid:
-    layouts cut a tensor along planes that span it. Takes linear time."""
+    """Raise ValueError unless ``regions`` form a grid that covers ``shape`` exactly once. All
+    regions must be inside ``shape``. A grid is sufficient, because every layout cuts a tensor along
+    complete planes. Takes linear time."""
     require(_tiling(shape, regions))
 
 
 def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[object, str]]:
     yield all(region.numel for region in regions), "it has an empty chunk"
-    cells = min(math.prod(shape), 1)  # of the grid; an empty tensor has none
+    cells = min(math.prod(shape), 1)  # number of cells of the grid; 0 for an empty tensor
     for dim, size in enumerate(shape):
         spans = sorted({(region.offsets[dim], region.ends[dim]) for region in regions})
         ends = [0, *(end for _, end in spans)]
@@ -361,7 +370,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
     """Return a chunk's key in its file: the tensor's name, with ``@`` and the offsets if the chunk
-    is only a part."""
+    is not the complete tensor."""
     if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"
@@ -370,9 +379,9 @@ def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
 def to_json(value: Any, place: str) -> Any:
     """Return a copy of ``value`` that JSON can store and `from_json` can restore.
 
-    Accepts None, booleans, numbers, strings, lists, tuples and dicts, also `Counter` and
-    `OrderedDict`; numpy's floats become Python's. Raises `ConfigError` for any other value, with
-    its ``place``, a path of keys.
+    Accepts None, booleans, numbers, strings, lists, tuples, dicts, `Counter` and `OrderedDict`.
+    NumPy's floats become Python floats. Raises `ConfigError` for any other value. ``place``: path
+    of keys to the value, for this error.
     """
     kind = type(value)
     match value:
@@ -394,7 +403,7 @@ def to_json(value: Any, place: str) -> Any:
             pairs = []
             for key, item in value.items():
                 pairs.append([key, to_json(item, f"{place}.{key}")])
-            # A key of the caller such as $tuple must not be read as a marker of this file.
+            # A caller's key such as $tuple must not be mistaken for a marker of this format.
             is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
             if kind is dict and is_plain:
                 return dict(pairs)
@@ -406,8 +415,8 @@ def to_json(value: Any, place: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Restore the value that `to_json` was given. Raises `DamagedCheckpointError` for any other
-    JSON."""
+    """Restore the value from which `to_json` produced ``value``. Raises `DamagedCheckpointError`
+    for invalid JSON objects."""
     try:
         match value:
             case list():
