@@ -164,11 +164,15 @@ def all_patterns(sizes, strategy, bucketing, mode, conditional):
     return {name: train(sizes, config, conditional, mode, name) for name in PATTERNS}
 
 
-@pytest.mark.parametrize("way", range(len(WAYS)))
-@pytest.mark.parametrize(
-    "layout",
-    [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(LAYOUTS)))],
-)
+def layouts_and_ways():
+    """Every way on the first layout; each other layout with one way, and with the rest as soak."""
+    for layout in range(len(LAYOUTS)):
+        for way in range(len(WAYS)):
+            mark = pytest.mark.slow if way == layout % len(WAYS) else pytest.mark.soak
+            yield pytest.param(layout, way, marks=() if layout == 0 else mark)
+
+
+@pytest.mark.parametrize(("layout", "way"), layouts_and_ways())
 def test_gradients_and_updates_equal_one_process(ranks, layout, way):
     for found in ranks.run(4, all_patterns, *LAYOUTS[layout], WAYS[way]):
         assert found == {name: {} for name in PATTERNS}
