@@ -427,7 +427,8 @@ def _lengths(args: Any, kwargs: Any) -> list[int]:
 
 
 def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
-    """Cut ``inputs`` to two samples, and each sequence of a length to ``sizes[length]`` positions."""
+    """Cut ``inputs`` to two samples, and each sequence of a length to ``sizes[length]``
+    positions."""
 
     def shorten(tensor: Tensor, _path: Path) -> Tensor:
         if tensor.ndim == 1 and tensor.shape[0] in sizes:

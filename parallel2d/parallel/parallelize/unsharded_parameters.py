@@ -99,7 +99,7 @@ class UnshardedParameters:
                 each.group.release()
 
     def changed(self) -> Iterator[FSDPGroup]:
-        """Yield the groups whose parameters were changed between a forward and its pending backward.
+        """Yield the groups whose parameters have changed since a forward with a pending backward.
 
         This also reshards these groups, because their unsharded parameters are outdated.
         """
@@ -110,7 +110,7 @@ class UnshardedParameters:
                 yield each.group
 
     def before_update(self, stepping: torch.optim.Optimizer, stepped: set[int]) -> None:
-        """Prepare for a step of ``stepping``, which updates the parameters with the ids ``stepped``.
+        """Prepare for a step of ``stepping``. ``stepped``: ids of the parameters that it updates.
 
         Raises RuntimeError if `no_sync` has left their gradients unreduced.
         """

@@ -1,1 +1,1 @@
-"""The engine that reduces gradients over replicas: groups, buckets, and hooks of a backward pass."""
+"""The engine that reduces gradients over replicas: groups, buckets, and backward hooks."""
