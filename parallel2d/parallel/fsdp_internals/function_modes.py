@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 @contextmanager
 def _modes() -> Iterator[list[TorchFunctionMode]]:
     """Yield the modes of this thread, innermost first. At the end the list becomes the stack."""
-    # Disable the garbage collector: it may free a model, whose callback would also change the stack.
+    # Disable the garbage collector: if it frees a model, a callback also changes the stack.
     collects = gc.isenabled()
     gc.disable()
     try:
