@@ -97,10 +97,10 @@ def parallelize(
 
     Args:
         model: any ``nn.Module``. If it was built under `build_on_meta`, this function initializes
-            each weight from ``seed`` and the FQN of the weight. If the constructor of the model
-            sets weights directly, the weights equal those of a constructor call in one process
-            under ``torch.manual_seed(seed)``. If the model is not on meta, its weights are used,
-            after a check that they are equal on all ranks.
+            each module's weights from ``seed`` and the FQN of the module. If the constructor of
+            the model sets weights directly, the weights equal those of a constructor call in one
+            process under ``torch.manual_seed(seed)``. If the model is not on meta, its weights are
+            used, after a check that they are equal on all ranks.
         mesh: from `parallel2d.build_mesh`, or a custom mesh with axes named ``replicate``,
             ``shard`` and optionally ``context`` and ``tensor``.
         config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch and
@@ -113,8 +113,8 @@ def parallelize(
         tensor_plan: module pattern -> ``ParallelStyle`` or its short name
             (see `parallelize.tensor_parallel`); required when the mesh has a tensor axis.
         broadcast_from: the rank that broadcasts its weights and buffers at the start. On the other
-            ranks the model may hold any weights, or be on meta, so that these ranks never hold the
-            unsharded model. None: no rank broadcasts.
+            ranks the model may have other weights, or be on meta to save memory. These ranks
+            receive only pieces of the unsharded weights. None: no rank broadcasts.
         weights: for a model on meta. ``weights(model)`` is called once the model is sharded and has
             storage; it fills the tensors that it has values for and returns their FQNs. The other
             tensors are drawn from ``seed``.

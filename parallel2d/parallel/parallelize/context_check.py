@@ -220,8 +220,8 @@ class ContextCheck:
         )
 
     def _find_parts(self, stack: Stack) -> None:
-        """Record if the hidden states are split over the tensor axis by position. In this case
-        queries have more positions than hidden states."""
+        """Record if the hidden states are split over the tensor axis by position: then queries have
+        more positions than hidden states."""
         shapes, tensor = self._shapes[-1], self._axis.tensor
         for (name, path, _), shape in shapes.items():
             is_query = path[0] == "attention" and path[-1] == "query"

@@ -169,7 +169,7 @@ class SyncMethod:
     replicas_equal = True  # True if all replicas have equal parameters after every update
     description = "one replica: nothing crosses the replicate axis"  # for logs
     update_period = 1  # number of updates between two exchanges of the parameters of a group
-    # Smallest ``sync.every`` with which a short test runs all code of the method; 0: any
+    # Smallest ``sync.every`` at which the parity check covers the method; 0: one step is enough
     shortest_period = 0
     warmup = 0.0  # number of first steps in bf16; if below 1, a fraction of all steps
     shared_copies = 0  # tensors per parameter, in addition to parameter and optimizer state
