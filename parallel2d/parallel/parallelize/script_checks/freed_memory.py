@@ -73,7 +73,7 @@ class _RefuseReads(TorchDispatchMode):
 
 def _uses_metadata_only(operator: Any) -> bool:
     name = operator.overloadpacket.__name__
-    # Not the name of the tag's operators: `set_` and `resize_` also have the tag inplace_view.
+    # Besides in-place views, `set_` and `resize_` have the tag inplace_view.
     is_view = operator.is_view or torch.Tag.inplace_view in operator.tags
     return is_view or name.endswith("_like") or name.startswith("new_")
 
