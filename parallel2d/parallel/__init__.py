@@ -1,5 +1,6 @@
 """Parallelism of a model over a mesh.
 
-`mesh` builds the mesh, `parallelize` shards the model, `sync` reduces over replicas, `weights`
-fills and reads sharded states, and `cost` computes the bytes, memory and FLOPs of a layout.
+`mesh` builds the mesh, `parallelize` shards the model, `sync` synchronizes the replicas, `weights`
+initializes, loads and returns weights and states, and `cost` predicts the communication, memory and
+FLOPs of a layout.
 """

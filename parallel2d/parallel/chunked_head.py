@@ -1,13 +1,13 @@
-"""Loss of a model with a Linear head, without all of its logits in memory: `ChunkedHead`.
+"""Loss of a model with a Linear head, computed in chunks of rows to save memory: `ChunkedHead`.
 
-[Note: a loss inside the head] FSDP gathers the head's weight around the head's own forward, so the
-loss must be computed there. The targets are passed to the head before the model is called. Instead
-of logits the head returns a `ChunkedLogits`, which holds the finished loss. Operations of the model
-on its logits, such as a soft cap, must be known at that point. A first forward on a few rows
-therefore records them, and every later forward is compared with the record. `ChunkedLogits` is a
-dataclass because `fully_shard` looks into dataclasses for the tensors that start backward. With a
-context axis the output of the blocks stays a slice, and the loss is the sum of the losses of all
-slices.
+[Note: a loss inside the head] FSDP unshards the head's weight only during the head's forward, so
+the loss is computed there. `ChunkedHead` gives the targets to the head before it calls the model.
+The head returns a `ChunkedLogits` with the loss instead of logits. The head must also apply the
+operations of the model on its logits, such as a soft cap. Therefore a first forward on a few rows
+records these operations, and every later forward checks that they are the same. `ChunkedLogits` is
+a dataclass because `fully_shard` searches dataclasses for the tensors from which backward starts.
+With a context axis each rank computes the loss of its slice of the sequence, and the losses are
+summed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from parallel2d.parallel.mesh import axis_names
 from parallel2d.parallel.model_structure import by_fqn, class_name, find_blocks, fqn_of
 from parallel2d.parallel.weights.named_tensors import part_of, reshard, undisturbed
 
-_COMPARED = 480  # compared tokens of the first batch; a multiple of usual sizes of the tensor axis
+_COMPARED = 480  # number of tokens in the comparison; divisible by usual sizes of the tensor axis
 
 _REFUSED_OPERATORS = {
     "__getitem__": "indexing",
@@ -52,24 +52,24 @@ _REFUSED_OPERATORS = {
 
 
 class _Record:
-    """Operations on the logits so far.
+    """The operations that the model has applied to the logits so far.
 
-    Not a dataclass or tuple, because sharding would look for tensors inside.
+    Not a dataclass or tuple, because `fully_shard` would search it for tensors.
     """
 
     def __init__(
         self, shape: torch.Size, sample: Tensor, operations: tuple[Operation, ...] = ()
     ) -> None:
         self.shape = shape
-        self.sample = sample  # no elements, with the dtype and device of the logits
+        self.sample = sample  # an empty tensor with the dtype and device of the logits
         self.operations = operations
 
 
 @dataclass(eq=False)
 class ChunkedLogits:
-    """Stand-in for logits in the operations after the head.
+    """Takes the place of the logits in the operations of the model after the head.
 
-    Supports the elementwise operations of soft caps and scales, and raises `ConfigError` for all
+    Supports elementwise operations, such as soft caps and scales, and raises `ConfigError` for all
     other operations. ``loss`` is the summed cross-entropy, or None while operations are recorded.
     """
 
@@ -81,9 +81,9 @@ class ChunkedLogits:
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = SYNONYMS.get(function.__name__, function.__name__)
-        # All arguments may be keywords.
+        # ``args`` may be empty, because all arguments may be keywords.
         logits, *others = list(args) or [None]
-        # The logits may come second in a commutative operation only.
+        # In a commutative operation the logits may be the second argument.
         if name in ("mul", "add") and not isinstance(logits, cls):
             logits, *others = [*others, logits]
         if not isinstance(logits, cls):
@@ -91,8 +91,10 @@ class ChunkedLogits:
         return logits.then(name, *others, **(kwargs or {}))
 
     def then(self, name: str, /, *args: Any, **kwargs: Any) -> ChunkedLogits:
-        """Return the stand-in after the operation ``name``. Raises `ConfigError` for an operation
-        that is not elementwise, or that uses a trained tensor."""
+        """Return the `ChunkedLogits` after the operation ``name``.
+
+        Raises `ConfigError` for an operation that is not elementwise or uses a trained tensor.
+        """
         if name not in ELEMENTWISE:
             raise _refused(name)
         for value in (*args, *kwargs.values()):
@@ -109,7 +111,7 @@ class ChunkedLogits:
         return ChunkedLogits(self.loss, after)
 
     def __getattr__(self, name: str) -> Any:
-        # Libraries also probe for attributes that tensors do not have, such as `keys`.
+        # Libraries also test for attributes that tensors do not have, such as `keys`.
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
         raise _refused(name)
@@ -124,7 +126,8 @@ class ChunkedLogits:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    # Used by a tensor-parallel style on the output of a Linear: the loss needs no redistribution.
+    # A tensor-parallel style calls these on the output of a Linear. The loss needs no
+    # redistribution.
 
     placements = ()
 
@@ -135,8 +138,8 @@ class ChunkedLogits:
         return self
 
 
-# Python looks up operators in the class, without `__getattr__`. `then` refuses operators that are
-# not elementwise.
+# Python looks up operators in the class and does not call `__getattr__`. Operators that are not
+# elementwise are also set, so that `then` raises its error for them.
 def _operation(name: str) -> Callable[..., ChunkedLogits]:
     # Not `functools.partialmethod`: torch 2.14 fails to compile a model that uses one.
     return lambda logits, *args, **kwargs: logits.then(name, *args, **kwargs)
@@ -190,7 +193,7 @@ def _is_plain(module: nn.Module | None) -> bool:
 
 
 def _can_be_cut(value: Any, targets: Tensor) -> bool:
-    """Return True if ``value`` can be cut to the entries of a part of ``targets``."""
+    """Return True if ``value`` has one entry per target, or is no tensor with dims."""
     if isinstance(value, Tensor) and value.ndim > 0:
         return value.shape[:2] == targets.shape[:2]
     return isinstance(value, Tensor | bool | int | float | str | None)
@@ -206,13 +209,13 @@ class ChunkedHead:
     ``model(tokens)`` still returns logits.
 
     Args:
-        model: plain, or after `parallel2d.parallelize`.
-        chunk: rows, that is tokens, with logits in memory at a time.
+        model: a model, before or after `parallel2d.parallelize`.
+        chunk: number of rows (tokens) whose logits are in memory together.
         name: FQN of the head; default: `find_head`.
-        z_loss: as in `cross_entropy_sum`, while the model is in training mode.
+        z_loss: see `cross_entropy_sum`; used only while the model is in training mode.
 
     Raises:
-        ConfigError: ``name`` is not a plain Linear of ``model``.
+        ConfigError: ``name`` is not an ``nn.Linear`` of ``model``.
     """
 
     def __init__(
@@ -229,10 +232,10 @@ class ChunkedHead:
         if not _is_plain(head):
             raise ConfigError(f"{self.name} is not a plain Linear of {class_name(model)}")
         self._head = head
-        # The head and the modules around it, which may return its output.
+        # The head and the modules that contain it, whose output may be the head's output
         self._around = {name: each for name, each in by_name.items() if head in each.modules()}
         self._forward = self._head.forward
-        # A bound method, so that a deep copy of the model uses the copy's head.
+        # Set a bound method, so that a deep copy of the model also copies this object.
         self._head.forward = self._compute
         self._operations: tuple[Operation, ...] | None = None  # after the head, once known
         self._targets: Tensor | None = None  # while the model computes a loss
@@ -243,8 +246,8 @@ class ChunkedHead:
     def loss(self, targets: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """Return ``cross_entropy_sum(model(*inputs, **options), targets)``, computed in chunks.
 
-        The first call compares the result with the plain loss; see `compare`. Raises RuntimeError
-        if the model's operations on its logits differ from the first call.
+        The first call also compares the result with the loss from full logits; see `compare`.
+        Raises RuntimeError if the model's operations on its logits differ from the first call.
         """
         if self._operations is None:
             self.compare(targets, *inputs, **options)
@@ -268,13 +271,13 @@ class ChunkedHead:
         return loss
 
     def compare(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
-        """Record the model's operations on its logits, and compare the loss with the plain loss.
+        """Record the operations on the logits, and compare the loss with the loss from full logits.
 
-        Runs in eval mode on the first tokens of the first sample, or on all tokens if an input does
-        not have one entry per token. Collective.
+        The model runs in eval mode on the first tokens of the first sample, or on all tokens if an
+        input does not have one entry per token. Collective.
 
-        Raises `ConfigError` on every rank if the losses differ: the model then does not compute its
-        loss from the output of this head.
+        Raises `ConfigError` on every rank if the losses differ. The model then does not compute its
+        logits from the output of this head.
         """
         first, options, like = self._first_tokens(targets, inputs, options)
         with undisturbed(self.model):
@@ -286,14 +289,14 @@ class ChunkedHead:
             del output, logits
             self._operations = None
             self._operations = self._call(wanted, self.chunk, first, options).record.operations
-            # Several chunks, with a smaller last chunk.
+            # Test with several chunks and a smaller last chunk.
             rows = min(self.chunk, max(1, wanted.numel() * 2 // 5))
             found: Any = self._call(wanted, rows, first, options).loss
         difference = (found - plain).abs().double() / plain.abs().double().clamp(min=1e-30)
-        # NaN would compare as equal.
+        # A comparison with NaN would be False and report no difference.
         difference = difference.nan_to_num(nan=torch.inf)
         if not bool(plain.isfinite()):
-            difference.zero_()  # the weights are broken; the training step reports it
+            difference.zero_()  # the training step reports a non-finite loss
         if dist.is_initialized():
             dist.all_reduce(difference, dist.ReduceOp.MAX, part_of(self.model))
         if difference.item() > loss_bound(dtype):
@@ -305,21 +308,21 @@ class ChunkedHead:
             )
 
     def record(self, targets: Tensor, *inputs: Any, **options: Any) -> None:
-        """Record the operations without a comparison, for tensors without values.
+        """Record the operations without a comparison. For fake tensors, which have no values.
 
-        Call it without gradients.
+        Call this under ``torch.no_grad()``.
         """
         self._operations = None
         self._operations = self._call(targets, self.chunk, inputs, options).record.operations
-        # Without backward nothing else frees the parameters.
+        # No backward follows that would reshard the parameters.
         reshard(self.model)
 
     def _first_tokens(
         self, targets: Tensor, inputs: Sequence[Any], options: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any], Tensor]:
-        """Cut the inputs to the first tokens of the first sample, if each has one entry per target.
+        """Return inputs, options and targets of the first tokens of the first sample.
 
-        Otherwise return them uncut, because the part for the first tokens is unknown.
+        If an input does not have one entry per target, they are returned uncut.
         """
         values = [*inputs, *options.values()]
         if targets.ndim < 2 or not all(_can_be_cut(value, targets) for value in values):
@@ -343,7 +346,7 @@ class ChunkedHead:
         self, targets: Tensor, rows: int, inputs: Sequence[Any], options: dict[str, Any]
     ) -> ChunkedLogits:
         for name, module in self._around.items():
-            # Backward hooks receive the gradient of the output, so the output must be a tensor.
+            # A backward hook gets the gradient of the module's output, which is not a tensor here.
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ConfigError(
                     f"train.loss_chunk: {name or class_name(module)} has a hook for its backward, "
@@ -373,8 +376,8 @@ class ChunkedHead:
             )
         return output
 
-    # A compiled graph can return only tensors, and this result is not a tensor: a model that is
-    # compiled as a whole gets a graph break here.
+    # The result is not a tensor, and compiled code can return only tensors. If the complete model
+    # is compiled, it has a graph break here.
     @torch.compiler.disable
     def _compute(self, input: Tensor) -> Any:
         """Forward of the head, with the argument name of `nn.Linear.forward`."""
@@ -382,7 +385,7 @@ class ChunkedHead:
         if targets is None or (self._axis is not None and self._axis.is_learning):
             return self._forward(input)
         self._calls += 1
-        # Read once: a parametrization computes the weight on each access.
+        # Read the weight once, because a parametrization computes it on each access.
         weight = self._head.weight
         loss = None
         if self._operations is not None:

@@ -1,10 +1,11 @@
 """Cross-entropy from the input of the last layer, without all logits in memory:
 `cross_entropy_from_hidden`.
 
-[Note: gradients in forward] Forward computes the logits, the loss and the gradients of one chunk of
-rows together, and drops the logits before the next chunk. After forward the gradients of ``hidden``
-and ``weight`` are known, and backward multiplies them by the gradient of the loss, which is one
-number. Recomputing the logits in backward would need as much memory and a fourth matrix product.
+[Note: gradients in forward] For each chunk of rows, forward computes the logits, the loss and the
+gradients, and frees the logits before the next chunk. After forward the gradients of ``hidden`` and
+``weight`` are known. Backward only multiplies them by the gradient of the loss, which is one
+number. The alternative, to compute the logits again in backward, would not save memory and would
+need a fourth matrix product.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Operation:
 
     def __call__(self, value: Tensor) -> Tensor:
         result: Tensor = getattr(value, self.name)(*self.args, **self.kwargs)
-        # A tensor of one element may have more dims than a chunk of logits.
+        # An argument of one element may have more dims than the chunk, and broadcasting would add
+        # them to the result.
         return result.view(value.shape)
 
     def __repr__(self) -> str:
@@ -66,7 +68,7 @@ class Operation:
 
     @property
     def key(self) -> list[Any]:
-        """Key, equal for operations of equal name and arguments; tensors compare by identity."""
+        """Value that is equal for equal operations. Tensor arguments are compared by identity."""
         values = [self.name, *self.args, *chain.from_iterable(self.kwargs.items())]
         found: list[Any] = []
         for value in values:
@@ -94,22 +96,22 @@ def cross_entropy_from_hidden(
 ) -> Tensor:
     """Return the summed cross-entropy of ``after(hidden @ weight.T + bias)``.
 
-    The sum is over the targets that are not -100: a scalar in fp32 (fp64 for fp64 inputs). Backward
-    can run once and without ``create_graph``. Under ``torch.compile`` this function is a graph
-    break. The weight must be unsharded, or split over the tensor axis only: call this inside the
-    forward of a sharded model.
+    The result is the sum over all targets except -100: a scalar in fp32 (fp64 for fp64 inputs).
+    Backward can run once, without ``create_graph``. Under ``torch.compile`` this function is a
+    graph break. With FSDP, call this function in the forward of the module that has the weight,
+    where the weight is unsharded.
 
     Args:
-        hidden: [..., dim], the input of the last layer. With a split ``weight`` a DTensor that is
-            replicated over the tensor axis.
-        weight: [vocab, dim], or a DTensor on the tensor axis that is split by rows.
-        targets: int64 [...] or flat.
-        chunk: rows, that is tokens, with logits in memory at a time.
-        bias: [vocab], split like ``weight``.
+        hidden: [..., dim], the input of the last layer. If ``weight`` is a DTensor, a DTensor that
+            is replicated over the tensor axis.
+        weight: [vocab, dim], or a DTensor that is sharded by rows over only the tensor axis.
+        targets: int64 [...], or flattened.
+        chunk: number of rows (tokens) whose logits are in memory together.
+        bias: [vocab], sharded like ``weight``.
         after: elementwise function of the logits before the loss, such as a soft cap. It must not
             depend on trained tensors.
-        z_loss: weight of the squared log-sum-exp of each valid token's logits in the sum (PaLM,
-            Chowdhery et al. 2022).
+        z_loss: factor of the squared log-sum-exp of the logits, which is added to the loss of each
+            target (PaLM, Chowdhery et al. 2022).
 
     Raises:
         ConfigError: shapes or placements do not match.
@@ -127,7 +129,7 @@ def cross_entropy_from_hidden(
     first = 0
     if isinstance(weight, DTensor):
         group, first = weight.device_mesh.get_group(), local_region(weight).offsets[0]
-        # Each rank computes the gradient of its own columns, a partial sum.
+        # Each rank computes the gradient from its columns of the logits: a partial sum.
         assert isinstance(hidden, DTensor)
         hidden = hidden.to_local(grad_placements=[Partial()])
         weight = weight.to_local()
@@ -143,10 +145,10 @@ def cross_entropy_from_hidden(
 
 
 def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
-    """Return targets in the shape of ``targets``, spread over the vocabulary of ``logits``.
+    """Return artificial targets for a comparison of two losses, in the shape of ``targets``.
 
-    These targets serve a comparison of two losses: all targets of a batch may be ignored, but only
-    some of these are. Raises `ConfigError` if the shapes do not match.
+    They are spread over the vocabulary of ``logits``, and a fifth of them is ignored. The targets
+    of a batch could all be ignored. Raises `ConfigError` if the shapes do not match.
     """
     if tuple(targets.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
         raise ConfigError(
@@ -238,7 +240,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wanted = tuple(needs and settings.with_grad for needs in ctx.needs_input_grad[:3])
         gradients = _Gradients(hidden, weight, wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        # Without rows, one empty chunk is computed so that the gradients are zeros.
+        # Without rows, compute one empty chunk, so that the gradients are zeros.
         for start in range(0, max(len(targets), 1), settings.chunk):
             rows = slice(start, start + settings.chunk)
             loss, gradient = _of_chunk(
@@ -247,7 +249,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             if gradient is not None:
                 gradients.add(rows, gradient, hidden[rows], weight)
-            # Free it before the next chunk allocates its logits.
+            # Free the gradient before the next chunk allocates its logits.
             del gradient
         ctx.gradients = gradients
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
@@ -256,7 +258,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gradients, (scale,) = ctx.gradients, grad_outputs
-        # Autograd would treat the gradients of forward as constants.
+        # The gradients were computed in forward, so autograd would treat them as constants.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the gradients of cross_entropy_from_hidden cannot be differentiated again "
@@ -267,13 +269,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "the gradients of cross_entropy_from_hidden were used by an earlier backward, and "
                 "are kept for one only: compute the loss again"
             )
-        # In place: a copy of the weight's gradient would be as large as many chunks.
+        # Scale the gradients in place, because a copy of the weight's gradient would be large.
         ctx.gradients = None
         weight_dtype, bias_dtype = ctx.dtypes
         of_hidden = of_weight = of_bias = None
         if gradients.hidden is not None:
             of_hidden = gradients.hidden
-            # A factor without dims would be rounded to a narrow dtype first (on GPUs).
+            # With `reshape(1)` the factor is not rounded to the narrow dtype first, as a tensor
+            # without dims would be on GPUs.
             for rows in row_pieces(of_hidden):
                 of_hidden[rows] *= scale.reshape(1)
         if gradients.weight is not None:
@@ -286,7 +289,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _of_chunk(
     logits: Tensor, targets: Tensor, settings: _Settings, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of these rows, and its gradient, which may reuse ``logits``."""
+    """Return the summed loss of these rows, and its gradient, which may overwrite ``logits``."""
     raw, output = logits, logits
     if settings.after is not None:
         raw = logits.requires_grad_(with_gradient)
@@ -295,15 +298,15 @@ def _of_chunk(
     values = output.detach()
     places = Places.of(targets, settings.group, settings.first, values.shape[1])
     log_sum, picked = sums_of_rows(values, places, settings.group)
-    # Under `loss_chunks` fewer rows were computed.
+    # In the memory prediction (`loss_chunks`) fewer rows were computed.
     places = places.at(slice(len(log_sum)))
     summed = sum_of_valid(log_sum, picked, places, settings.z_loss)
     if not with_gradient:
         return summed, None
     # The graph of `after` may need its output.
     gradient = values if settings.after is None else torch.empty_like(values)
-    # A few rows at a time: in fp32 a whole chunk would need more memory than its logits, and on CPU
-    # an allocation takes longer than the arithmetic.
+    # Compute a few rows at a time: the fp32 gradient of the chunk would need more memory than its
+    # logits, and large allocations are slow on CPU.
     for rows in row_pieces(values):
         part = gradient_of_rows(values[rows], places.at(rows), log_sum[rows], settings.z_loss)
         gradient[rows] = part

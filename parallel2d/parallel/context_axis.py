@@ -1,10 +1,10 @@
 """The context axis: ranks that share sequences, each with an equal slice of the positions.
 
-[Note: gradients over the context axis] Computations on whole sequences run on every rank of the
-axis, and gradients are averaged over the axis like over any data axis. The mean of the ranks'
-gradients must therefore be the gradient of a single process. In the backward of a cut, a rank
-returns the gradient of its slice, and zeros elsewhere. In the backward of a join, a slice gets the
-*sum* of its gradients from all ranks. Both together give this mean for every parameter.
+[Note: gradients over the context axis] Modules outside of the blocks compute full sequences on
+every rank of the axis. Gradients are averaged over the axis, as over a data axis, so the mean of
+the ranks' gradients must equal the gradient of a single process. For this, the backward of a cut
+returns the gradient of this rank's slice and zeros elsewhere, and the backward of a join gives each
+slice the *sum* of its gradients from all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel2d.parallel.mesh import group_of, mesh_shape
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts, [ranks, ...]; backward sends each part back."""
+    """An all-to-all of equal parts [ranks, ...]. Its backward is also an all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -38,9 +38,10 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """An all-gather of slices to [ranks, ...]; backward sums over the ranks, in fp32 at least.
+    """An all-gather of slices to [ranks, ...]. Backward sums over the ranks, in fp32 or wider.
 
-    gloo's reduce-scatter costs an all-reduce, so backward exchanges parts and adds them.
+    Backward uses an all-to-all and a local sum, because gloo's reduce-scatter costs as much as an
+    all-reduce.
     """
 
     @staticmethod
@@ -64,11 +65,12 @@ def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange_in_graph(parts: Tensor, ranks: int, group: str) -> Tensor:
-    """`_Exchange` inside of compiled code: an operator of the graph, which has a gradient.
+    """`_Exchange` in compiled code, by a differentiable operator of the graph.
 
-    [Note: equal graphs] The ranks of a group compile separately, and the compiler chooses the order
-    of collectives and the results that backward recomputes. Both choices depend on the operators
-    and shapes only, so all ranks of a group must compile graphs of the same operators and shapes.
+    [Note: equal graphs] Each rank compiles separately, and the compiler chooses the order of
+    collectives and the results to recompute in backward. These choices must be equal on all ranks
+    of a group. They depend only on the operators and shapes of the graph, so all ranks must compile
+    graphs with the same operators and shapes.
     """
     once = [1] * ranks
     sent = torch.ops._c10d_functional.all_to_all_single(parts.contiguous(), once, once, group)
@@ -77,7 +79,7 @@ def _exchange_in_graph(parts: Tensor, ranks: int, group: str) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """An all-reduce of values of slices; each rank gets the total."""
+    """The sum of a value over all ranks. See [Note: gradients over the context axis]."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -92,25 +94,26 @@ class _Sum(torch.autograd.Function):
 
 
 class ContextAxis:
-    """The context axis: ``size`` ranks of one ``group``; this process is number ``rank``."""
+    """The context axis: a process ``group`` of ``size`` ranks, in which this process is
+    ``rank``."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = group_of(mesh, "context")
-        # Ranks that may hold parts of a slice (sequence parallelism)
+        # The tensor group, over which a slice may also be split (sequence parallelism)
         self.tensor = group_of(mesh, "tensor") if mesh_shape(mesh).tensor > 1 else None
         self.size = self.group.size()
         self._name = self.group.group_name
         self.rank = mesh.get_local_rank("context")
-        # False to leave the last block's output in slices, for the duration of one forward. A head
-        # that computes its loss from slices sets it.
+        # False if the last block must not join its output: `ChunkedHead` computes its loss from the
+        # slices.
         self.joins = True
-        # True while forwards run to learn which tensors can be cut
+        # True while `ContextCheck` runs
         self.is_learning = False
 
     def cut(self, whole: Tensor, dim: int, in_parts: bool = False) -> Tensor:
         """Return this rank's slice as a view.
 
-        ``in_parts``: True if each tensor rank holds a part of ``whole`` and of the slice.
+        ``in_parts`` is True if ``whole`` and the slice are split over the tensor axis.
         """
         if in_parts:
             return self._own_part(self.cut(self._all_parts(whole, dim), dim), dim)
@@ -135,7 +138,8 @@ class ContextAxis:
         return received
 
     def join_mask(self, own: Tensor, dim: int) -> Tensor:
-        """Join slices of a mask; not every backend sends bool."""
+        """Join slices of a mask. A bool mask is sent as uint8, because not all backends send
+        bool."""
         sent = own.to(torch.uint8) if own.dtype == torch.bool else own
         return self.join(sent, dim % own.ndim).to(own.dtype)
 
@@ -153,18 +157,18 @@ class ContextAxis:
         return total
 
     def heads_of_all(self, own: Tensor) -> Tensor:
-        """Exchange [batch, heads, slice, dim] for [batch, heads / ranks, whole, dim]."""
+        """All-to-all from [batch, heads, slice, dim] to [batch, heads / ranks, positions, dim]."""
         parts = self._exchange(own.unflatten(1, (self.size, -1)).movedim(1, 0))
         return parts.movedim(0, 2).flatten(2, 3)
 
     def slices_of_all(self, whole: Tensor) -> Tensor:
-        """Invert `heads_of_all`."""
+        """All-to-all in the opposite direction of `heads_of_all`."""
         parts = self._exchange(whole.unflatten(2, (self.size, -1)).movedim(2, 0))
         return parts.movedim(0, 1).flatten(1, 2)
 
     @contextmanager
     def without_join(self) -> Iterator[None]:
-        """Keep the output of the blocks in slices inside."""
+        """In this context the last block does not join its output."""
         self.joins = False
         try:
             yield

@@ -18,24 +18,25 @@ def all_gather(features: Tensor, mesh: DeviceMesh, *, check_shapes: bool = True)
     """Return the features of all data ranks, concatenated along dim 0 in the order of
     `parallel2d.data_coordinate`. Differentiable; collective over the data ranks.
 
-    The backward pass sums the gradients that all data ranks have for this rank's features. With the
-    average over data ranks that `parallelize` takes, parameters have the gradients of one process
-    if every rank computes
+    Backward sums the gradients of all data ranks for this rank's features, and `parallelize`
+    averages the gradients of parameters over the data ranks. The result equals the gradient of one
+    process in two cases:
 
-    * the mean loss of its own samples against all samples, or
-    * the same loss of all samples.
+    * every rank computes the mean loss of its samples against all samples, or
+    * every rank computes the same loss of all samples.
 
     Args:
-        features: [samples, ...] of this rank, floating point, of one shape on all data ranks.
-            Ranks of a context or tensor axis that share the data hold the same features.
-        mesh: of the parallelized model.
-        check_shapes: compare the shapes of all ranks first, one small exchange for each axis.
+        features: floating-point [samples, ...] of this rank, with equal shapes on all data ranks.
+            Context and tensor ranks that share the data must pass equal features.
+        mesh: the mesh of the model.
+        check_shapes: True to compare the shapes of all ranks first: a small all-gather per axis.
 
     Returns:
         Tensor [samples of all data ranks, ...].
 
     Raises:
-        ConfigError: features without dimensions, or of different shapes.
+        ConfigError: features without dims, of a dtype that is not floating point, or of different
+            shapes or dtypes on the ranks.
     """
     if features.ndim == 0 or not features.is_floating_point():
         raise ConfigError(
@@ -54,8 +55,7 @@ def all_gather(features: Tensor, mesh: DeviceMesh, *, check_shapes: bool = True)
 
 
 def _refuse_different(features: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise `ConfigError`, on every rank of ``group``, for features of different shapes.
-    Collective over the group."""
+    """Raise `ConfigError` on every rank of ``group`` if shapes or dtypes differ. Collective."""
     found = exchange_all([list(features.shape), str(features.dtype)], group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks, found, strict=True):

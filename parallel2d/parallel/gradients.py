@@ -1,10 +1,11 @@
 """Norm and clipping of gradients on different meshes.
 
-A gradient may be split over shard, over shard and tensor, or replicated. torch's
-``clip_grad_norm_`` refuses a mixture. Here gradients are grouped by the axes that split them. The
-local part of each group is reduced over exactly these axes, and the parts are combined, so the
-result equals the norm of a single process. If replicas split the updates, the updated part replaces
-its parameter.
+Some gradients of a model are sharded over the shard axis, some over the shard and tensor axes, and
+some are replicated. torch's ``clip_grad_norm_`` does not support such a mixture. Here gradients are
+grouped by the axes that shard them. The norm of the local shards of a group is reduced over exactly
+these axes. Then the norms of the groups are combined, so that the result equals the norm in a
+single process. With ``strategy=hybrid_full`` the gradients are those of the rows that this replica
+updates.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _Split = tuple[tuple[int, dist.ProcessGroup], ...]
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the global ``norm_type``-norm of all gradients, equal on every rank. Collective.
 
-    A scalar tensor in fp64 if the gradients are fp64, in fp32 otherwise; zero if no parameter has a
-    gradient. Raises ValueError for a ``norm_type`` that is not above 0.
+    The norm is a scalar tensor in fp32, or in fp64 for fp64 gradients. It is zero if no parameter
+    has a gradient. Raises ValueError for a ``norm_type`` that is not above 0.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be above 0, such as 2 or inf")
@@ -44,7 +45,7 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     dtype = torch.float32
     for split, gradients in _by_split(parameters).items():
         part = _local_part(gradients, norm_type)
-        # Reduce only over the axes that split the elements; ranks of other axes hold equal sums.
+        # Reduce only over the axes that shard the gradients. Ranks of other axes have equal sums.
         for _, group in split:
             dist.all_reduce(part, operation, group)
         parts.append(part)
@@ -56,13 +57,14 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
 
 
 def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
-    """Return this rank's share of the squared 2-norm: the sum over all ranks is the total.
+    """Return an fp64 scalar whose sum over all ranks is the squared 2-norm of all gradients.
 
-    The share can be part of another reduction. An fp64 scalar; the meshes must cover the world.
+    A caller can add this number to another all-reduce. ``world_size`` is the number of ranks in
+    that sum, and the mesh must contain all of them.
     """
     shares: list[Tensor] = []
     for split, gradients in _by_split(parameters).items():
-        # This many ranks hold the same elements, so each contributes a fraction.
+        # ``copies`` ranks have the same elements, so each contributes a fraction.
         copies = world_size / math.prod(size for size, _ in split)
         shares.append(_local_part(gradients, 2.0) / copies)
     return functools.reduce(torch.add, shares) if shares else torch.zeros((), dtype=torch.float64)
@@ -123,7 +125,7 @@ def _local_part(gradients: list[Tensor], norm_type: float) -> Tensor:
             by_dtype[gradient.dtype].append(gradient)
     norms: list[Tensor] = []
     for dtype, same in by_dtype.items():
-        # A norm in bf16 would have 8 bits, and would depend on the split of the tensor.
+        # A norm in bf16 would have 8 bits of precision, and would depend on the sharding.
         wide = torch.promote_types(dtype, torch.float32)
         norms.append(torch.stack(torch._foreach_norm(same, norm_type, dtype=wide)).double())
     if not norms:
@@ -154,9 +156,10 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def clip_gradient_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
-    """Scale gradients to a global norm of at most ``max_norm``. Return the norm before. Collective.
+    """Scale gradients to a global norm of at most ``max_norm``. Collective.
 
-    With ``max_norm=inf``, or if the norm is not finite, gradients are not changed.
+    Returns the norm before scaling. With ``max_norm=inf``, or if the norm is not finite, gradients
+    do not change.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type)
@@ -171,16 +174,16 @@ def clip_gradient_norm(
 def clip_gradient_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Clamp every element of every gradient to [-max_value, max_value] in place.
 
-    No communication: each rank clamps its local part. Call it after the last micro-batch, when the
-    gradients are reduced: clamping partial sums gives another result. Raises ValueError for a
-    negative or missing limit.
+    Each rank clamps its local shards; only partial gradients need communication. Call this after
+    the last micro-batch, when the gradients are reduced. Raises ValueError for a negative or NaN
+    ``max_value``.
     """
     if not max_value >= 0:
         raise ValueError(f"max_value={max_value} must be at least 0")
     for parameter in parameters:
         gradient = updated_as(parameter).grad
         if isinstance(gradient, DTensor):
-            # The clamp below must change the tensor that the optimizer reads.
+            # Assign the reduced gradient, so that `clamp_` changes the tensor of the optimizer.
             updated_as(parameter).grad = whole = without_partial(gradient)
             gradient = whole.to_local()
         if gradient is not None:

@@ -1,11 +1,11 @@
 """The loss, and the scaling that makes the loss and its gradient independent of the layout.
 
-[Note: the mean over valid tokens] The loss of a global batch is the sum over its valid tokens
-divided by their number, for any distribution of these tokens over ranks and micro-batches; a mean
-of rank means would differ. Each rank backpropagates its summed loss times `token_weight`, which is
-the number of data ranks divided by the valid tokens of the global batch. FSDP averages gradients
-over the data ranks, which cancels the numerator. The result is exactly the gradient of the global
-mean.
+[Note: the mean over valid tokens] The loss of a global batch is the sum of the losses of its valid
+tokens divided by their number. It must not depend on the distribution of the tokens over ranks and
+micro-batches, so it is not a mean of means of ranks. Each rank calls backward on its summed loss
+times `token_weight`: (number of data ranks) / (valid tokens of the global batch). The average of
+gradients over the data ranks divides by the number of data ranks, so the result is the gradient of
+the global mean.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.mesh import live_data_ranks, sum_over_data_ranks
 
 IGNORED = -100  # target of a token that is not valid, as in torch's cross_entropy
-# Set by `loss_chunks`; None: `chunk_elements`.
+# Set by `loss_chunks`; None: the number of `chunk_elements`
 _elements: int | None = None
 _first_alone = False
 
 
 def loss_bound(dtype: torch.dtype) -> float:
-    """Return the allowed relative difference of two computations of one loss in ``dtype``."""
+    """Return the allowed relative difference between two computations of the same loss."""
     return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 1e-2)
 
 
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the factor of a rank's summed loss before ``backward``. Collective over data ranks.
+    """Return the factor by which a rank multiplies its summed loss before ``backward``.
+
+    Collective over the data ranks.
 
     See [Note: the mean over valid tokens]. The factor is an fp64 scalar tensor on the mesh's
     device; zero when no rank has a valid token.
 
     Args:
-        valid_tokens: number on this rank in the whole global batch (all of its micro-batches).
+        valid_tokens: number of valid tokens of this rank in all micro-batches of the global batch.
         mesh: the mesh of the model.
 
     Raises:
         ConfigError: the number is negative.
     """
-    # Only for an int: reading a tensor on a device would wait for the device.
+    # Check only an int, because reading a tensor on a device would block the host.
     if isinstance(valid_tokens, int) and valid_tokens < 0:
         raise ConfigError(f"token_weight({valid_tokens}): a number of tokens is at least 0")
     total = torch.zeros((), dtype=torch.float64, device=mesh.device_type).add_(valid_tokens)
@@ -57,16 +59,17 @@ def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Sum cross-entropy over targets that are not `IGNORED`: fp32 scalar (fp64 for fp64 logits).
+    """Return the summed cross-entropy over targets that are not `IGNORED`.
 
-    Only one chunk of logits is in full precision at a time.
+    The result is a scalar in fp32 (fp64 for fp64 logits). The logits are converted to fp32 in
+    chunks of rows.
 
     Args:
-        logits: [..., vocab]: a tensor, a DTensor that tensor parallelism has split over the last
-            dim, or a model output with an attribute ``logits``.
+        logits: [..., vocab]: a tensor, a DTensor that is sharded over the last dim by tensor
+            parallelism, or a model output with an attribute ``logits``.
         targets: int64 [...].
-        z_loss: weight of the squared log-sum-exp of each valid token's logits in the sum. It keeps
-            logits from drifting (PaLM, Chowdhery et al. 2022, with 1e-4).
+        z_loss: factor of the squared log-sum-exp of the logits, which is added to the loss of each
+            target. It keeps logits small (PaLM, Chowdhery et al. 2022, with 1e-4).
 
     Raises:
         ConfigError: shapes do not match.
@@ -75,7 +78,7 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
     logits = getattr(logits, "logits", logits)
     check_shapes("cross_entropy_sum", "logits", logits, targets)
     check_targets(targets, logits.shape[-1])
-    # Replicated, or split over another dim than the vocabulary: every rank computes the whole loss.
+    # If the logits are not sharded by vocabulary, every rank computes the loss of all rows.
     if isinstance(logits, DTensor) and not logits.placements[0].is_shard(logits.ndim - 1):
         logits = logits.full_tensor()
     group, first = None, 0
@@ -96,7 +99,7 @@ def check_shapes(where: str, what: str, values: Any, targets: Any) -> None:
         if not isinstance(value, Tensor):
             raise ConfigError(f"{where}: {name} is a {type(value).__name__}, not a tensor")
     wanted = tuple(values.shape[:-1])
-    # Flat targets are allowed too.
+    # Flattened targets are also allowed.
     if tuple(targets.shape) not in (wanted, (math.prod(wanted),)):
         raise ConfigError(
             f"{where}: {what} of shape {tuple(values.shape)} need one target for each of {wanted}, "
@@ -111,7 +114,7 @@ def check_targets(targets: Tensor, columns: int) -> None:
     """
     if targets.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"targets are token numbers in int64 or int32, got {targets.dtype}")
-    # `_assert_async` has kernels for these two devices only.
+    # `_assert_async` has kernels only for these two device types.
     if targets.device.type not in ("cpu", "cuda") or torch.compiler.is_compiling():
         return
     known = (targets.clamp(0, columns - 1) == targets) | (targets == IGNORED)
@@ -124,7 +127,10 @@ def check_targets(targets: Tensor, columns: int) -> None:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Cross-entropy of a rank that may hold columns from ``first`` on (Shoeybi et al. 2019)."""
+    """Summed cross-entropy of logits, which may be only this rank's columns of the vocabulary.
+
+    The columns start at ``first``. As in Megatron-LM (Shoeybi et al. 2019).
+    """
 
     @staticmethod
     def forward(
@@ -155,7 +161,7 @@ class _CrossEntropySum(torch.autograd.Function):
         for rows in pieces:
             part = gradient_of_rows(logits[rows], places.at(rows), log_sum[rows], ctx.z_loss)
             gradient[rows] = part.mul_(scale)
-            # Free it before the next piece is allocated.
+            # Free this gradient before the next one is allocated.
             del part
         return gradient, None, None, None, None
 
@@ -192,8 +198,11 @@ class Places(NamedTuple):
 def sums_of_rows(
     logits: Tensor, places: Places, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp and the target's logit of each row, in fp32 at least. ``group``: the
-    ranks with the other columns; None: this rank has all columns. Collective over ``group``."""
+    """Return the log-sum-exp and the target's logit of each row, in fp32 or wider.
+
+    ``group`` are the ranks with the other columns; None: this rank has all columns. Collective over
+    ``group``.
+    """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     sums_of_pieces = []
     for rows in row_pieces(logits):
@@ -209,7 +218,8 @@ def sums_of_rows(
     if group is None:
         return log_sum, value
     value = torch.where(places.own, value, 0)
-    # The log-sum-exp over the columns of all ranks, and the logit from the rank that has it.
+    # Combine the log-sum-exp of all ranks. Only one rank has the logit of the target, and the
+    # others add zero.
     largest = log_sum.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     sums = torch.stack(((log_sum - largest).exp(), value))
@@ -241,13 +251,13 @@ def sum_of_valid(log_sum: Tensor, picked: Tensor, places: Places, z_loss: float)
 
 @contextmanager
 def loss_chunks(elements: int, *, first_alone: bool = False) -> Iterator[None]:
-    """Change the chunks of `cross_entropy_sum` inside, for steps on tensors without storage.
+    """Change the chunks of `cross_entropy_sum` inside of this context.
 
-    Fewer operators make these steps faster.
+    For steps on fake tensors, which are faster with fewer operators.
 
     Args:
-        elements: logits that are converted to fp32 at a time.
-        first_alone: compute only the first chunk, since all chunks use the same memory.
+        elements: number of logits in a chunk.
+        first_alone: True to compute only the first chunk, because all chunks need the same memory.
     """
     global _elements, _first_alone
     before = _elements, _first_alone
@@ -259,7 +269,7 @@ def loss_chunks(elements: int, *, first_alone: bool = False) -> Iterator[None]:
 
 
 def chunk_elements(device_type: str) -> int:
-    """Return the number of logits that are converted to fp32 at a time.
+    """Return the number of logits that are converted to fp32 together (a chunk).
 
     They take 16 MiB on a CPU, so that a chunk stays in the cache, and 512 MiB on a GPU, because
     each chunk costs about 16 kernel launches.

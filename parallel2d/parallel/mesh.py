@@ -1,8 +1,9 @@
 """The device mesh of a job: `build_mesh`. `mesh_sizes` resolves its sizes.
 
-[Note: parameters and context ranks] Ranks of the ``context`` axis hold parts of the same sequences,
-so they are not data ranks, and parameters are sharded over ``shard`` and ``context`` together. For
-parameters the two axes are therefore one axis, ``shard``, of the mesh that `sharding_mesh` returns.
+[Note: parameters and context ranks] Ranks of the ``context`` axis compute parts of the same
+sequences, so they are not data ranks. Parameters are sharded over the ``shard`` and ``context``
+axes together. Therefore `sharding_mesh` returns a mesh in which these two axes are one axis, called
+``shard``.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def build_mesh(
         spec: requested sizes of the axes; default: all ``auto``.
         strategy: name or configuration of the strategy, which resolves ``auto`` sizes.
         topology: the host of each rank. None: the ranks exchange their hosts.
-        allow_cross_node: True to allow shard, context and tensor groups on the slow link.
-        device_type: default: the machine's accelerator, or cpu.
+        allow_cross_node: True to allow shard, context and tensor groups that cross hosts although
+            they fit inside one host.
+        device_type: the device type; default: the accelerator of the machine, or cpu.
 
     Raises:
-        ConfigError: the sizes do not fill the world, they put a group on the slow link by accident,
-            or the strategy is not one of `config.STRATEGIES`.
+        ConfigError: the product of the sizes is not the number of ranks, a group crosses hosts and
+            ``allow_cross_node`` is False, or the strategy is unknown.
     """
     if not isinstance(spec, MeshSpec | MeshConfig | None):
         raise ConfigError(
@@ -84,17 +86,17 @@ def place_mesh(
             log.info("%s", line)
     device_type = device_type or accelerator_type()
     replicas = current()
-    # After this call each of these replicas may fail independently.
+    # With fault tolerance: after `divide` each replica may fail independently.
     if replicas is not None and shape.replicate > 1:
         prepare_rank(shape.world_size, replicas=shape.replicate)
         replicas.divide(ranks.reshape(shape.replicate, -1).tolist(), topology.hosts)
     elif replicas is not None:
-        # torch then uses the world for groups of all ranks.
+        # A single replica uses an ordinary default process group.
         bound = bound_device(current_device(device_type))
         init_plain_world(replicas, backend_for(device_type), bound)
     mesh = _mesh_of(device_type, ranks, shape)
-    # New process groups are collective over the world. The groups are created here, where all ranks
-    # take part, because ranks may first use them at different times or in different orders.
+    # `new_group` is collective over the world. Create these groups here, because ranks may first
+    # use them at different times or in different orders.
     if shape.context > 1:
         sharding_mesh(mesh)
         group_of(mesh, "context")
@@ -118,9 +120,11 @@ def _mesh_of(device_type: str, ranks: torch.Tensor, shape: MeshShape) -> DeviceM
 def _backends_of(
     device_type: str, axes: Sequence[str]
 ) -> tuple[tuple[str | None, None], ...] | None:
-    """Return the backend and its options for each axis of `DeviceMesh`. If replicas may fail, the
-    axes inside a replica get torch's backends, and the default group creates the groups of the
-    replicate axis."""
+    """Return (backend, options) for each axis of a `DeviceMesh`; None for torch's defaults.
+
+    With fault tolerance, the axes inside a replica use torch's backends, and the replicate axis
+    uses the backend of the default group.
+    """
     replicas = current()
     if replicas is None or not replicas.is_divided:
         return None
@@ -133,8 +137,11 @@ _SHARDING = "_parallel2d_sharding_mesh"
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of parameters. Collective on the first call. This is ``mesh``, or a mesh with
-    ``shard`` and ``context`` as one axis, ``shard``; see [Note: parameters and context ranks]."""
+    """Return the mesh on which parameters are placed. The first call is collective.
+
+    This is ``mesh``, or with a context axis a mesh in which ``shard`` and ``context`` are one axis;
+    see [Note: parameters and context ranks].
+    """
     shape = mesh_shape(mesh)
     if shape.context == 1:
         return mesh
@@ -159,8 +166,8 @@ _CONTEXT = "_parallel2d_context_group"
 def group_of(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     """Return the process group of ``axis``; for ``shard``, the ranks that share parameters.
 
-    The group of ``context`` is always a separate group, because torch may use one group for axes of
-    equal ranks. Its first call is collective over the world.
+    The group of ``context`` is a separate group, because torch may use the same group for two axes
+    with the same ranks. The first call for ``context`` is collective over the world.
     """
     if axis != "context":
         return sharding_mesh(mesh).get_group(axis)
@@ -181,16 +188,16 @@ _axis_groups: list[weakref.ref[dist.ProcessGroup]] = []
 def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
     """Map process groups to the axes of ``mesh``.
 
-    The result has the mesh's own groups, and all other groups of this package over the same ranks:
-    an engine has separate groups, and `DTensor` uses the groups of an earlier mesh that is equal to
-    this mesh.
+    The result contains the groups of the mesh, and all other groups of this package with the same
+    ranks: an engine has separate groups, and `DTensor` may use the groups of an earlier, equal
+    mesh.
     """
     found: dict[dist.ProcessGroup, str] = {}
     by_ranks: dict[tuple[int, ...], str] = {}
     for axis in axis_names(mesh):
         group = group_of(mesh, axis)
         found[group] = axis
-        # If several axes have the same ranks, the first of these axes shards the parameters.
+        # If several axes have the same ranks, use the first.
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), axis)
     for group in filter(None, [reference() for reference in _axis_groups]):
         with contextlib.suppress(KeyError):  # torch has destroyed the group, or its ranks differ
@@ -199,10 +206,10 @@ def axes_of_groups(mesh: DeviceMesh) -> dict[dist.ProcessGroup, str]:
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Set the timeout of the world's group on ``group``; torch would use its own default."""
+    """Give ``group`` the timeout of the default group. torch would use its default timeout."""
     _axis_groups.append(weakref.ref(group, _axis_groups.remove))
     default = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-    # torch's fake backend has no options: it never waits.
+    # torch's fake backend has no options.
     options = getattr(default, "options", None)
     if options is not None:
         dist.set_timeout(options._timeout, group)
@@ -225,7 +232,8 @@ def axis_positions(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
-    """Return the sizes of ``mesh``, 1 for an absent axis. Raise `ConfigError` for other names."""
+    """Return the sizes of ``mesh``; 1 for an absent axis. Raises `ConfigError` for unknown
+    names."""
     names = axis_names(mesh)
     in_order = sorted(set(AXES).intersection(names), key=AXES.index)
     if not names or list(names) != in_order:
@@ -240,13 +248,15 @@ _part_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def part_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return a process group of the ranks of ``mesh``; None if these are all ranks, as in nearly
-    all jobs. The first call is collective over the mesh."""
+    """Return a process group of the ranks of ``mesh``; None if these are all ranks of the world.
+
+    The first call is collective over the mesh.
+    """
     if mesh.size() == dist.get_world_size():
         return None
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     known = _part_groups.get(ranks)
-    # The groups of an earlier world are gone.
+    # A cached group may belong to an earlier default group, which was destroyed.
     if known is None or known not in dist.distributed_c10d._world.pg_map:
         # Ranks outside of the mesh do not call this function.
         new = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh")
@@ -264,24 +274,24 @@ def is_first_of(mesh: DeviceMesh) -> bool:
 def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Sum ``value`` (floating point) in place over the replicate and shard axes. Collective.
 
-    Context and tensor ranks hold equal values, not parts: the duplicates are divided out of one
-    all-reduce over all ranks of the mesh.
+    Context and tensor ranks that share data must pass equal values. One all-reduce runs over all
+    ranks of the mesh, and the sum is divided by the number of ranks that share data.
     """
     shape = mesh_shape(mesh)
     with control_traffic():
         dist.all_reduce(value, group=part_group(mesh))
-    # Every data rank was counted once per rank that shares its data.
+    # Each value was added by all context and tensor ranks that share it.
     return value.div_(shape.context * shape.tensor)
 
 
 def live_data_ranks(mesh: DeviceMesh) -> int:
-    """Return the number of live data ranks: without the ranks of failed replicas."""
+    """Return the number of data ranks without those of failed replicas."""
     shape = mesh_shape(mesh)
     return shape.data_ranks - absent_ranks() * shape.data_ranks // shape.world_size
 
 
 def without_replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of this rank's replica: ``shard``, and ``tensor`` if the mesh has it."""
+    """Return the submesh of this rank's replica: all axes of ``mesh`` except ``replicate``."""
     names = tuple(axis for axis in axis_names(mesh) if axis != "replicate")
     return mesh[names]
 
@@ -292,16 +302,18 @@ def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
 
 
 def positions_in(mesh: DeviceMesh) -> torch.Tensor:
-    """Return the position of each rank among the ranks of ``mesh``, in its shape: the ranks
-    themselves if these are all ranks."""
+    """Return a tensor of the mesh's shape with the index of each rank in the sorted ranks.
+
+    If the mesh contains all ranks of the world, these are the ranks themselves.
+    """
     return mesh.mesh.flatten().argsort().argsort().reshape(mesh.mesh.shape)
 
 
 def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
     """Return the route of a broadcast from the first rank of a replica to this rank.
 
-    (source, group) of the hop over the shard axis, then of the hop over the tensor axis. ``mesh``:
-    a `sharding_mesh`.
+    The route is a list of (source rank, group): a broadcast over the shard axis, then one over the
+    tensor axis. ``mesh`` is a `sharding_mesh`.
     """
     own = ranks_of(mesh)[axis_positions(mesh).get("replicate", 0), :, 0]
     shard, tensor = (own == dist.get_rank()).nonzero()[0].tolist()
@@ -314,7 +326,10 @@ def route_in_replica(mesh: DeviceMesh) -> list[tuple[int, dist.ProcessGroup]]:
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:
-    """Return this rank's number among the data ranks; context and tensor ranks share one."""
+    """Return this rank's number among the data ranks.
+
+    Context and tensor ranks that share data have the same number.
+    """
     shape = mesh_shape(mesh)
     at = axis_positions(mesh)
     return at.get("replicate", 0) * shape.shard + at.get("shard", 0)

@@ -1,7 +1,7 @@
 """Sizes of the mesh axes and their placement on hosts, before a mesh exists.
 
-`MeshSpec` holds the requested sizes, `MeshShape` the resolved sizes. `check_placement` refuses a
-mesh with a shard, context or tensor group on the slow link if the group would fit inside a host.
+`MeshSpec` has the requested sizes, `MeshShape` the resolved sizes. `check_placement` raises an
+error if a shard, context or tensor group crosses hosts although it would fit inside one host.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from parallel2d.base.topology import Topology
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Requested sizes of the axes; `resolve` resolves ``auto`` for a topology and a strategy.
+    """Requested sizes of the axes. `resolve` replaces ``auto`` by numbers.
 
-    ``tensor`` and ``context`` resolve to 1. ``ddp`` replicates over the other ranks, and ``zero2``
-    and ``zero3`` shard over them. Hybrids shard over the ranks of a node, or with uneven hosts over
-    the greatest common divisor of their sizes. On a single host they make the smallest number of
-    replicas above one.
+    For ``tensor`` and ``context``, ``auto`` is 1. The other ranks are divided over the data axes:
+    ``ddp`` only replicates, ``zero2`` and ``zero3`` only shard. The hybrid strategies shard over
+    the ranks of a host and replicate over hosts. If hosts have different numbers of ranks, the
+    shard groups have their greatest common divisor. On a single host there are as few replicas as
+    possible, but more than one.
     """
 
     replicate: int | str = "auto"
@@ -41,7 +42,7 @@ class MeshSpec:
         return cls(**{axis: getattr(config, axis) for axis in AXES})
 
     def resolve(self, strategy: StrategyConfig | str, topology: Topology) -> MeshShape:
-        """Return all sizes, with notes on decisions. Raise `ConfigError` for impossible sizes."""
+        """Return the sizes of all axes. Raises `ConfigError` for impossible sizes."""
         strategy = named_strategy(strategy)
         for axis in AXES:
             size = getattr(self, axis)
@@ -78,14 +79,14 @@ class MeshSpec:
     def resolve_elastic(
         self, strategy: StrategyConfig | str, topology: Topology, nodes: int
     ) -> MeshShape:
-        """Resolve the sizes for a job of at most ``nodes`` nodes that may join and leave.
+        """Resolve the sizes for an elastic job of at most ``nodes`` nodes.
 
-        Requested sizes are for the full number of nodes. With fewer nodes, the shard groups of a
-        hybrid keep their size, so that the model still fits, and only their number falls.
+        The requested sizes are for ``nodes`` nodes. With fewer nodes, a hybrid strategy has fewer
+        shard groups of the same size, so that the model still fits.
         """
         strategy = named_strategy(strategy)
         sizes = list(map(len, topology.ranks_by_host.values()))
-        # All nodes count as equal in size, with a size that divides the sizes of the live nodes.
+        # Assume that all nodes have the same number of ranks: the greatest common divisor.
         size = math.gcd(*sizes)
         if nodes * size == topology.world_size:
             return self.resolve(strategy, topology)
@@ -117,9 +118,9 @@ class MeshSpec:
     def _resolve_data_axes(
         self, strategy: StrategyConfig, topology: Topology, inner: MeshShape
     ) -> tuple[int, int, list[str]]:
-        """Return the sizes of replicate and shard, with notes on decisions.
+        """Return the sizes of replicate and shard, and notes on decisions.
 
-        The product may be wrong for requested sizes; `resolve` checks it.
+        `resolve` checks their product.
         """
         rest = topology.world_size // inner.world_size
         if not strategy.placement.shards:
@@ -133,7 +134,7 @@ class MeshSpec:
 
 
 def resolve_mesh(config: TrainConfig, topology: Topology) -> MeshShape:
-    """Return the sizes of the mesh axes on the live machines."""
+    """Return the sizes of the mesh axes for the ranks of ``topology``."""
     spec = MeshSpec.from_config(config.mesh)
     if config.launch.elastic:
         return spec.resolve_elastic(config.strategy, topology, config.launch.node_range[1])
@@ -173,7 +174,7 @@ def _sizes_from_hosts(topology: Topology, inner: MeshShape) -> tuple[int, int, l
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Resolved sizes of the axes. ``notes``: decisions that belong in the log."""
+    """Resolved sizes of the axes. ``notes`` are decisions to log."""
 
     replicate: int
     shard: int
@@ -198,17 +199,17 @@ class MeshShape:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different data; context and tensor ranks share the data of one."""
+        """Number of ranks with different data. Context and tensor ranks share their data."""
         return self.replicate * self.shard
 
     @property
     def sharding(self) -> MeshShape:
-        """Shape of `sharding_mesh`, the mesh of parameters."""
+        """Shape of the mesh from `sharding_mesh`."""
         return MeshShape(self.replicate, self.shard * self.context, self.tensor, self.notes)
 
     @property
     def inner(self) -> MeshShape:
-        """The context and tensor axes, with ranks that share their data."""
+        """Shape of only the context and tensor axes, whose ranks share their data."""
         return MeshShape(1, 1, self.tensor, context=self.context)
 
     @property
@@ -252,7 +253,7 @@ def check_placement(ranks: torch.Tensor, topology: Topology, allow_cross_node: b
     largest = max(sizes)
     _, shard, context, tensor = ranks.shape
     warnings = []
-    # A group fits inside a host only together with the inner groups of all its ranks.
+    # ``needed`` includes the inner axes, which must be on the same host.
     for axis, size, needed in (
         ("tensor", tensor, tensor),
         ("context", context, context * tensor),
@@ -289,8 +290,11 @@ def crossing_group(ranks: torch.Tensor, axis: str, topology: Topology) -> list[i
 
 
 def groups_along(ranks: torch.Tensor, axis: str) -> torch.Tensor:
-    """Return the groups of ``axis`` as int64 [group, rank in the group]. Groups of ``shard``
-    include the context ranks, which share parameters. ``ranks``: see `check_placement`."""
+    """Return the groups of ``axis`` as int64 [groups, ranks of a group].
+
+    Groups of ``shard`` include the context ranks, because parameters are sharded over both axes.
+    ``ranks``: see `check_placement`.
+    """
     if axis == "shard":
         return ranks.movedim(-1, 1).flatten(2).flatten(0, 1)
     dim = AXES.index(axis)

@@ -1,7 +1,7 @@
-"""Structure of any model, as its modules show it.
+"""Functions that inspect the structure of a model.
 
-These functions find the modules that own parameters, the repeated blocks (`find_blocks`) and the
-tied parameters.
+They find the modules with direct parameters, the repeated blocks (`find_blocks`) and the tied
+parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from parallel2d.base.errors import ConfigError, nearest_matches
 
 Policy = Callable[[nn.Module, str], bool]
 
-# Modules that read their children's weights without calling the children. No policy splits them.
+# Modules that read the weights of their children without calling the children, so that hooks of the
+# children would not run. These modules are never divided into several FSDP groups.
 ATOMIC = (nn.MultiheadAttention,)
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -45,12 +46,12 @@ def fqn_of(name: str) -> str:
 
 
 def by_fqn(named: Iterable[tuple[str, _Value]]) -> dict[str, _Value]:
-    """Return FQN -> value, for (name, value) as `nn.Module.named_parameters` yields them."""
+    """Return a dict of the values by FQN, from (name, value) pairs of torch."""
     return {fqn_of(name): value for name, value in named}
 
 
 def names_by_id(named: Iterable[tuple[str, object]]) -> dict[int, str]:
-    """Return id of a value -> its name, for (name, value) as `nn.Module.named_modules` yields."""
+    """Return a dict from the id of each value to its name, from (name, value) pairs of torch."""
     return {id(value): name for name, value in named}
 
 
@@ -60,9 +61,10 @@ def class_name(module: Any) -> str:
 
 
 def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return attributes and buffers of ``module``, without parameters and modules.
+    """Return the attributes and buffers of ``module``, without parameters and submodules.
 
-    Empty for modules that update such references themselves, like recurrent layers.
+    Empty for modules with a custom ``__setattr__``, such as recurrent layers, which update
+    references to their parameters.
     """
     if type(module).__setattr__ is not nn.Module.__setattr__:
         return []
@@ -92,10 +94,8 @@ def values_in(container: Any) -> list[Any]:
 
 
 def trained_tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an output that require gradients: `fully_shard` puts hooks on them.
-
-    Like `fully_shard`, do not enter sets and other containers.
-    """
+    """Return the tensors in ``value`` that require grad, in the containers that `fully_shard`
+    searches: dicts, lists, tuples and dataclasses."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad else []
     found: list[Tensor] = []
@@ -106,14 +106,14 @@ def trained_tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensor_leaves(value: Any) -> list[Tensor]:
-    """Return the tensors among the leaves of ``value``, in the containers that pytree knows."""
+    """Return the tensors among the pytree leaves of ``value``."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the tensors in ``value``, in plain containers, closures, default and partial arguments.
+    """Yield the tensors in ``value``: in containers, closures, and default and partial arguments.
 
-    ``outer``: ids of the containers around ``value``, which stop a cycle.
+    ``outer`` holds the ids of the containers around ``value``, to stop at a cycle.
     """
     if isinstance(value, Tensor):
         yield value
@@ -132,7 +132,7 @@ def tensors_in(value: Any, outer: frozenset[int] = frozenset()) -> Iterator[Tens
             if cell != CellType():
                 closure.append(cell.cell_contents)
         inner = (value.__defaults__, value.__kwdefaults__, closure)
-    # Other objects are not opened: their attributes may run code.
+    # Other objects are skipped, because reading their attributes may run code.
     if id(value) not in outer:
         for each in inner:
             yield from tensors_in(each, outer | {id(value)})
@@ -147,8 +147,8 @@ UPDATED_AS = "_parallel2d_updated_as"
 def updated_as(parameter: Updated) -> Updated:
     """Return the tensor that the optimizer updates for ``parameter``.
 
-    With ``strategy=hybrid_full`` replicas split the updates, and this is the part that this rank
-    owns; otherwise it is the parameter.
+    With ``strategy=hybrid_full`` these are the rows that this replica updates; otherwise it is
+    ``parameter``.
     """
     return getattr(parameter, UPDATED_AS, parameter)
 
@@ -173,15 +173,18 @@ def near_names(pattern: str, names: Sequence[str]) -> str:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return True if ``module`` has a forward. Containers without a forward, such as
-    ``ParameterList``, belong to the module around them, which uses their parameters."""
+    """Return True if ``module`` has a forward.
+
+    The parameters of a container without a forward, such as ``ParameterList``, count as parameters
+    of the module that contains it.
+    """
     # A forward that was assigned to the instance is a plain function without __func__.
     forward = getattr(module.forward, "__func__", None)
     return forward is not nn.Module.forward
 
 
 def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (attribute, parameter) for each parameter that ``module`` holds directly."""
+    """Yield (attribute, parameter) for each direct parameter of ``module``."""
     # A parameter may be registered as None, such as a disabled bias.
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -189,7 +192,7 @@ def direct_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def owns_itself(module: nn.Module) -> bool:
-    """Return True if ``module`` holds parameters directly, not only below it."""
+    """Return True if ``module`` has direct parameters."""
     return next(direct_parameters(module), None) is not None
 
 
@@ -199,7 +202,7 @@ def stays_replicated(parameter: Tensor) -> bool:
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of ``module`` and of containers in it."""
+    """Yield the direct parameters of ``module`` and of the containers without forward in it."""
     for _, parameter in direct_parameters(module):
         yield parameter
     # A container has no forward: ``module`` uses its parameters.
@@ -209,9 +212,9 @@ def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def owning_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return modules that own parameters, directly or in containers, in definition order.
+    """Return the modules with own parameters (see `own_parameters`), in definition order.
 
-    Modules inside an `ATOMIC` module belong to it.
+    An `ATOMIC` module is returned without the modules inside of it.
     """
     found: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
@@ -238,7 +241,7 @@ Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def places_in(modules: Iterable[nn.Module]) -> Places:
-    """Map each parameter that ``modules`` hold directly to its (module, attribute) pairs."""
+    """Map each direct parameter of ``modules`` to its (module, attribute) pairs."""
     places: Places = defaultdict(list)
     for module in modules:
         for name, parameter in direct_parameters(module):
@@ -250,7 +253,7 @@ Ties = list[list[tuple[nn.Module, str]]]
 
 
 def tied_parameters(model: nn.Module) -> Ties:
-    """Return groups of (module, attribute) that are one parameter."""
+    """Return a list of (module, attribute) pairs for each tied parameter."""
     parameters = []
     for group in places_in(model.modules()).values():
         if len(group) > 1:
@@ -259,17 +262,14 @@ def tied_parameters(model: nn.Module) -> Ties:
 
 
 def tie_again(ties: Ties) -> None:
-    """Assign the parameter at the first place of each group to the other places."""
+    """Assign the first parameter of each group in ``ties`` to the other places of the group."""
     for (first, first_name), *others in ties:
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
 
 
 def without_storage(model: nn.Module) -> nn.Module:
-    """Return a meta copy of ``model``, with ties and without a copy of values.
-
-    ``to("meta")`` would untie parameters.
-    """
+    """Return a meta copy of ``model``. Tied parameters stay tied, unlike with ``to("meta")``."""
     made: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -288,12 +288,16 @@ def find_blocks(
 ) -> list[tuple[str, nn.Module]]:
     """Return the model's repeated blocks as (name, module), in definition order.
 
-    No block is inside another block. Without ``class_names`` and ``policy``, blocks are the
-    elements of a ``ModuleList`` or ``Sequential`` that have children; failing that, siblings of one
-    class with children; failing that, sibling layers of one class; none when nothing repeats.
+    No block is inside another block. Without ``class_names`` and ``policy``, the first of these
+    rules that finds modules is used:
 
-    A container without a forward, such as a ``ModuleList``, is replaced by the outermost modules
-    inside it that are called and have structure, or by the outermost modules with parameters.
+    1. elements of a ``ModuleList`` or ``Sequential`` that have children with parameters;
+    2. siblings of the same class that have children with parameters;
+    3. siblings of the same class that have parameters.
+
+    If a block would be a container without a forward, such as a ``ModuleList``, the outermost
+    modules with a forward inside of it are used instead: those that have children with parameters,
+    or else those that have parameters.
 
     Args:
         model: the model, which is not a block.
@@ -318,10 +322,10 @@ def find_blocks(
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Return FQNs of the parameters with two or more dims in the blocks, without embeddings.
+    """Return the FQNs of the parameters with two or more dims in the blocks, without embeddings.
 
-    Blocks are found as for ``bucketing=block``. Single layers that repeat are not blocks here,
-    because the last of these layers may be the head.
+    The blocks are those of ``find_blocks(model)``. Blocks without children are skipped, because the
+    last of several equal layers may be the output head.
     """
     # Compare ids, because a tied embedding is also the weight of another module.
     embeddings: set[int] = set()
@@ -410,7 +414,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Module]]:
-    """Return the blocks below ``model`` by name, without blocks inside another block."""
+    """Return (name, module) of the blocks below ``model``, without blocks inside other blocks."""
     found: list[tuple[str, nn.Module]] = []
     visited: set[int] = set()
 
@@ -441,7 +445,7 @@ def _outermost(model: nn.Module, is_block: _IsBlock) -> list[tuple[str, nn.Modul
 
 
 def candidate_classes(model: nn.Module) -> str:
-    """Return classes that could be blocks, most repeated first, with count and size, as text."""
+    """Return a text for messages: classes that could be blocks, with their count and size."""
     instances: dict[str, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
         # The root, with an empty name, is not a block.

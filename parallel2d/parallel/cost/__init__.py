@@ -1,1 +1,1 @@
-"""Cost of a layout as arithmetic: bytes per axis, FLOPs, memory, seconds. Nothing is measured."""
+"""Predictions for a layout: bytes per axis, FLOPs, memory, seconds. Nothing is measured."""

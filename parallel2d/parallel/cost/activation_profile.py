@@ -1,12 +1,11 @@
-"""Memory of activations over a step without sharding: `profile_activations`.
+"""Memory of activations over a step without FSDP: `profile_activations`.
 
-A copy of the model that is split only over the tensor axis runs forward and backward of one
-micro-batch on fake tensors. Its memory without parameters is recorded at each point where sharding
-would gather or reduce a group: `MemoryEvent`. `cost.predicted_peak` adds the allocations of
-sharding at these points, for any sizes of the other axes.
+A copy of the model with tensor and context parallelism but without FSDP runs forward and backward
+of one micro-batch on fake tensors. A `MemoryEvent` records the memory without parameters at each
+point where FSDP would all-gather, free or reduce a group. `cost.predicted_peak` adds the
+allocations of FSDP at these points, for any sizes of the data axes.
 
-The gradients of a group's parameters are dropped once all of them exist, because sharding reduces
-them at this point.
+The gradients of a group are freed once all of them exist, because FSDP reduces them at this point.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from parallel2d.parallel.parallelize.layout import Layout
 class MemoryEvent(NamedTuple):
     """A point of a step. Bytes count activations and unsharded gradients."""
 
-    # gather, free: before and after the forward of a group; gather_again: the gradient of its
-    # output exists; reduce: the gradients of its parameters exist; end
+    # "gather" and "free": before and after the forward of a group. "gather_again": the gradient of
+    # its output exists. "reduce": the gradients of its parameters exist. "end": end of the step.
     kind: str
-    group: int  # number in `Layout.groups`
+    group: int  # index in `Layout.groups`
     most: int  # peak bytes since the previous event
     now: int  # bytes at this event
 
@@ -48,18 +47,17 @@ LossOf = Callable[[nn.Module, Any, Any], StepLoss]
 def profile_activations(
     model: nn.Module, loss_of: LossOf, mesh: DeviceMesh | None, layout: Layout
 ) -> list[MemoryEvent] | str:
-    """Return the memory events of a step; the last event is the end of the step.
-
-    If fake tensors cannot run the model, return the reason as text.
+    """Return the memory events of a step, or the reason as text if the model cannot run.
 
     Args:
-        model: plain and on meta; it is not changed.
-        loss_of: gets a copy of the model, and may run the copy on the given micro-batch.
-        mesh: a mesh with the tensor axis; a fake process group suffices.
+        model: the model on meta, without FSDP; it does not change.
+        loss_of: returns the loss function for a copy of the model. It may run the copy on the given
+            micro-batch.
+        mesh: a mesh with the tensor axis, which may be on a fake process group.
         layout: the layout of the step.
     """
     copied = meta_copy(model, mesh, layout)
-    # On this device attention has a kernel without scores in memory, but not on meta.
+    # Use the device "cpu" and not meta: there attention has a kernel that does not store scores.
     try:
         with on_fake_tensors(copied, "cpu"):
             inputs, targets = layout.workload.example("cpu")
@@ -84,7 +82,7 @@ def profile_activations(
 
 
 class _EventLog(TorchDispatchMode):
-    """Counts bytes of storages, and records them at the borders of groups, the root last."""
+    """Counts the bytes of storages, and records them before and after each group."""
 
     def __init__(self, copied: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
@@ -121,7 +119,7 @@ class _EventLog(TorchDispatchMode):
         return output
 
     def end(self) -> None:
-        """End backward: reduce the root, then the groups that are not reduced yet."""
+        """Record the reductions at the end of backward: the root, then groups not reduced yet."""
         root = len(self._trained) - 1
         self._reduce(root)
         for group, missing in enumerate(self._missing[:root]):
@@ -168,7 +166,7 @@ class _EventLog(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, *, counts: bool = True) -> None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        # The wrapper of a pending collective has no memory in addition to its inner tensor.
+        # `AsyncCollectiveTensor` is a wrapper without memory.
         if isinstance(local, AsyncCollectiveTensor):
             local = local.elem
         storage = local.untyped_storage()

@@ -3,14 +3,14 @@
 `sent_bytes` returns the bytes that a rank sends in a collective, `CollectiveTally` sums them over
 one mesh axis, and `collective_seconds` returns the seconds of a collective.
 
-[Note: collectives in time] The model assumes ring algorithms, with the latencies of NCCL's own
-model (``src/graph/tuning.cc``). A ring through the ranks of a group passes each host once. A host
-therefore sends over its link the bytes of one rank, once for each group with ranks on the host:
-eight groups with one rank each on a host share its link, one group with eight ranks there does not.
-An all-gather or reduce-scatter over n ranks on m hosts has m - 1 steps between hosts and n - m
-steps inside hosts, an all-reduce twice as many. For few bytes an all-reduce uses a tree instead,
-with 2 log2(m) steps between hosts. On CPU gloo only uses rings, and its reduce-scatter takes the
-steps of an all-reduce.
+[Note: collectives in time] The prediction assumes ring algorithms, with the latencies of NCCL's
+tuning model (``src/graph/tuning.cc``). A ring through the ranks of a group leaves each host once,
+so a host sends the bytes of one rank over its link for each group with ranks on the host. If a host
+has one rank of each of eight groups, its link carries the bytes of eight ranks; if it has eight
+ranks of one group, the bytes of one rank. An all-gather or reduce-scatter over n ranks on m hosts
+has m - 1 steps between hosts and n - m steps inside hosts, an all-reduce twice as many. For few
+bytes an all-reduce uses a tree, with 2 log2(m) steps between hosts. Gloo (CPU) uses only rings, and
+its reduce-scatter has the steps of an all-reduce.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def sent_bytes(collective: str, whole_bytes: float, size: int, device_type: str)
 
     Args:
         collective: name of the collective; KeyError for an unknown one.
-        whole_bytes: the larger side of the collective: the output of ``all_gather``, the input of
-            ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``.
+        whole_bytes: bytes of the larger side of the collective: the output of ``all_gather``, the
+            input of ``reduce_scatter`` and ``all_to_all``, the tensor of ``all_reduce``.
         size: ranks of the group.
         device_type: device of the tensors.
     """
@@ -78,7 +78,7 @@ class GroupPlacement:
 
     ranks: int
     hosts: int  # maximum number of hosts of one group
-    groups_per_host: int  # maximum number of groups on one host that also have other hosts
+    groups_per_host: int  # maximum number of groups on one host that cross hosts
 
     @property
     def is_inside(self) -> bool:
@@ -115,9 +115,9 @@ def collective_seconds(
     cluster: ClusterConfig,
     device_type: str = "cuda",
 ) -> float | None:
-    """Return seconds of one collective while all groups of its axis run the same collective.
+    """Return the seconds of a collective that all groups of an axis run at the same time.
 
-    None if a link of the collective is unknown.
+    None if the speed of a link is unknown.
 
     Args:
         collective: ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``all_reduce``.

@@ -1,10 +1,10 @@
-"""Costs of a step of a deep model, from copies with few of its equal blocks: `by_blocks`.
+"""Costs of a step of a deep model, extrapolated from copies with few blocks: `by_blocks`.
 
-[Note: few of the equal blocks] The cost of a model of equal blocks is a constant plus a cost per
-block. One copy is measured with one block per stack, and for each stack a copy with two blocks;
-the difference is the cost of a block. A further copy, with the first, a middle and the last block
-of every stack, checks this extrapolation. If its cost differs, or a copy cannot run, the full model
-is measured.
+[Note: few of the equal blocks] The cost of a model with equal blocks is a constant plus a cost per
+block. First a copy with one block per stack is measured, and then, for each stack, a copy with two
+blocks in this stack. The difference is the cost of a block of the stack. Another copy, with the
+first, a middle and the last block of every stack, checks the extrapolation. If its cost differs, or
+a copy cannot run, the full model is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-# Shorter stacks run in full: copies of other lengths would cost as much.
+# Shorter stacks are measured completely, because the copies would cost as much.
 _LEAST_BLOCKS = 5
 
 Figures = Mapping[str, float]
@@ -26,7 +26,7 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """A run of ``count`` equal blocks in ``container``, from number ``first`` on."""
+    """A stack: ``count`` consecutive equal blocks in ``container``, from index ``first``."""
 
     container: nn.ModuleList | nn.Sequential
     first: int
@@ -34,10 +34,10 @@ class EqualBlocks:
 
 
 def find_equal_blocks(model: nn.Module) -> list[EqualBlocks]:
-    """Return the longest run of equal elements of each list of ``model``, if long enough.
+    """Return the longest stack of equal blocks of each list in ``model``, if it is long enough.
 
-    No run is inside another. Blocks are equal if all classes and tensors of their modules are
-    equal. Settings that differ are found by the measurement of a first, a middle and a last block.
+    No stack is inside another. Blocks are equal if their modules have the same classes and their
+    tensors the same shapes and dtypes. Other differences are found by the check of `by_blocks`.
     """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         runs: list[EqualBlocks] = []
@@ -66,8 +66,8 @@ def _description(block: nn.Module | None) -> list[Any]:
 def by_blocks(model: nn.Module, measure: Callable[[nn.Module], Figures | None]) -> Figures | None:
     """Return the result of ``measure`` for ``model``, from short copies if possible.
 
-    See [Note: few of the equal blocks]. ``measure`` may use up a copy, and does not change
-    ``model``. None: the model cannot be measured.
+    See [Note: few of the equal blocks]. ``measure`` may change the copies, but must not change
+    ``model``. None if the model cannot be measured.
     """
     stacks = find_equal_blocks(model)
     found = _extended(model, stacks, measure) if stacks else None
@@ -111,7 +111,7 @@ def _without_blocks(
     before = []
     for stack in stacks:
         before.append(dict(stack.container._modules))
-    # The other blocks are removed from the lists in the meantime, so that they are not copied.
+    # Remove the other blocks from the lists during the copy, and restore the lists afterwards.
     try:
         for stack, numbers in zip(stacks, kept, strict=True):
             modules = stack.container._modules

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-# Registers the backend "fake": its collectives return at once and send nothing.
+# This import registers the backend "fake", whose collectives return without communication.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel2d.base.errors import ConfigError
@@ -16,10 +16,9 @@ from parallel2d.base.errors import ConfigError
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process rank ``rank`` of ``world_size`` imaginary ranks in the body.
+    """Initialize a fake process group, in which this process is ``rank`` of ``world_size`` ranks.
 
-    Collectives do not change their outputs. Raises `ConfigError` if a process group exists: the
-    group of a job is never replaced.
+    Collectives do not change their outputs. Raises `ConfigError` if a process group already exists.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -30,7 +29,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # torch caches the sharding of `DTensor` operators by mesh, and would reuse entries for a
-        # mesh of another world with equal rank numbers. No public name clears these caches.
+        # torch caches the sharding of `DTensor` operators by mesh, and would use these entries for
+        # an equal mesh of another process group. No public function clears the caches.
         debug._clear_fast_path_sharding_prop_cache()
         debug._clear_python_sharding_prop_cache()

@@ -38,11 +38,11 @@ def count_flops(
 ) -> int | None:
     """Return the FLOPs of forward and backward of ``loss`` for one sample.
 
-    None for a model that cannot run without storage. Recomputation by activation checkpointing is
-    not counted (model FLOPs). Only a few of equal blocks run; see [Note: few of the equal blocks].
+    None if the model cannot run without storage. Recomputation by activation checkpointing is not
+    counted (model FLOPs). Only few of equal blocks run; see [Note: few of the equal blocks].
 
     Args:
-        model: plain and on meta.
+        model: the model on meta, without FSDP.
         example: ``example(device)`` returns inputs and targets of one sample.
         loss: the loss of a model, inputs and targets.
     """
@@ -59,7 +59,7 @@ def _count(
     loss: LossOfBatch,
 ) -> dict[str, float] | None:
     """Return the FLOPs of all blocks of ``model``; None if the model does not run."""
-    # Plain meta tensors are twice as fast, and some models only run on fake tensors.
+    # Try meta tensors first, which are twice as fast. Some models run only on fake tensors.
     for fake in (False, True):
         try:
             copied = copy.deepcopy(model).to("meta")
@@ -70,7 +70,7 @@ def _count(
                 inputs, targets = cast(example("meta"), next(dtypes, None))
                 loss(copied, inputs, targets).backward()
             return {"flops": counter.get_total_flops()}
-        # A model may read values, which neither kind of tensor has.
+        # A model may read values, which meta and fake tensors do not have.
         except Exception:
             continue
     return None

@@ -1,6 +1,6 @@
-"""Meta copy of a model, split over the context and tensor axes but not sharded: `meta_copy`.
+"""Meta copy of a model with context and tensor parallelism but without FSDP: `meta_copy`.
 
-Its computation costs nothing, and its traffic over these axes can be counted:
+The copy runs without memory and computation, to count the communication over these axes:
 `count_tensor_axis`.
 """
 
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 
 def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.Module:
-    """Return a meta copy of the plain ``model``, which is on meta; without a mesh it is not split.
+    """Return a meta copy of ``model`` for predictions. Without a mesh it has no tensor parallelism.
 
-    The copy computes in the dtypes of sharding, and recomputes its blocks as configured by
-    ``activation_checkpointing``.
+    The copy computes in the dtypes that FSDP would use, and has the configured activation
+    checkpointing.
     """
     copied = without_storage(model)
     precision = Precision.of(layout.config.precision, copied)
@@ -70,10 +70,10 @@ def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.M
 
 @contextmanager
 def on_fake_tensors(copied: nn.Module, device_type: str) -> Iterator[None]:
-    """Replace parameters, buffers and new tensors by fake tensors on ``device_type`` inside.
+    """Run the body with fake tensors on ``device_type`` as parameters, buffers and new tensors.
 
-    Some models refuse to run on plain meta tensors, which are twice as fast. ``copied`` must be
-    fully on meta, and cannot be used after the context.
+    Some models do not run on meta tensors, which are twice as fast. ``copied`` must be on meta, and
+    cannot be used after the context.
     """
     made: dict[int, Any] = {}
     with FakeTensorMode():
@@ -99,7 +99,7 @@ def _fake(value: Tensor, device_type: str) -> Tensor:
 
 
 def _cast_at_its_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Cast inputs and outputs as sharding does for a group."""
+    """Cast inputs and outputs of ``module`` as FSDP does for a group with this ``policy``."""
 
     def enter(_module: nn.Module, given: Any, named: Any) -> tuple[Any, Any]:
         return cast(given, policy.param_dtype), cast(named, policy.param_dtype)
@@ -123,10 +123,9 @@ def cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 class TensorTraffic(NamedTuple):
-    """Traffic of one rank over the tensor and context axes, for one micro-batch.
+    """Communication of one rank over the tensor and context axes, for one micro-batch.
 
-    Sums are reductions of gradients of replicated weights with split inputs, which sharding adds
-    before it reduces.
+    ``sums`` are all-reduces of partial gradients over the tensor axis, before the reduce-scatter.
     """
 
     passes_bytes: float  # bytes over the tensor axis in forward and backward
@@ -167,9 +166,9 @@ _COUNTED = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts collectives of tensors without storage over the axes of ``mesh``.
+    """Counts the collectives of meta or fake tensors over the axes of ``mesh``.
 
-    These collectives send nothing, and therefore reach no hook of their process group.
+    Such collectives do not reach their process group, so they are counted as operators.
 
     Args:
         mesh: the mesh with the axes.
@@ -221,14 +220,14 @@ class CollectiveCounter(TorchDispatchMode):
 def count_tensor_axis(
     copied: nn.Module, mesh: DeviceMesh, layout: Layout, loss: LossOfBatch
 ) -> TensorTraffic | None:
-    """Run one micro-batch of ``layout`` on ``copied`` and count its traffic.
+    """Run one micro-batch of ``layout`` on ``copied``, from `meta_copy`, and count the traffic.
 
-    Every rank runs the same, on tensors without storage. Returns None, and logs the reason, if the
-    copy cannot run. ``copied``: from `meta_copy`.
+    No communication. Returns None, and logs the reason, if the copy cannot run.
     """
     problem: Exception | None = None
-    # Meta tensors are twice as fast, and some models only run on tensors with a real device. The
-    # attention kernel that determines the second gather of a context axis also needs a device.
+    # Try meta tensors first, which are twice as fast. Some models run only on fake tensors, which
+    # have a device. With a context axis only fake tensors are used, because the device determines
+    # the attention kernel, and the kernel determines the collectives of backward.
     for device_type in ("meta", mesh.device_type)[layout.shape.context > 1 :]:
         pretend = nullcontext() if device_type == "meta" else on_fake_tensors(copied, device_type)
         counter = CollectiveCounter(mesh, layout.workload.device_type)
@@ -236,8 +235,8 @@ def count_tensor_axis(
             with pretend, loss_chunks(ALL_AT_ONCE), preserve_rng_states(), counter:
                 inputs, targets = layout.workload.example(device_type)
                 if layout.shape.context > 1:
-                    # The forwards of `ContextCheck`, which learn the split, run before the first
-                    # forward.
+                    # The first forward also runs the forwards of `ContextCheck`, which must not be
+                    # counted.
                     with torch.no_grad():
                         loss(copied, inputs, targets)
                 counter.start()
@@ -247,7 +246,7 @@ def count_tensor_axis(
                 _sum_partial_gradients(copied, layout)
                 sums = counter.over("tensor")
             return TensorTraffic(*passes, *sums, *context)
-        # A model may read values, which neither kind of tensor has.
+        # A model may read values, which meta and fake tensors do not have.
         except Exception as error:
             problem = error
     reason = str(problem).split("\n")[0]

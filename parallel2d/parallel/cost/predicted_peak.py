@@ -1,16 +1,19 @@
-"""The peak memory of a step as arithmetic: `predict_peak`.
+"""Prediction of the peak memory of a step: `predict_peak`.
 
-It adds the allocations of sharding to the activations of an unsharded model
+It adds the allocations of FSDP to the activations of a model without FSDP
 (`cost.activation_profile`) at each point of a step.
 
-[Note: memory of sharding] An unsharded group has its parameters in memory, except with a shard
-axis of one rank without casts, where unsharded parameters are aliases of the sharded parameters.
-The output of the last all-gather stays until the next all-gather. In backward the next groups are
-prefetched, as many as ``prefetch.backward`` says. Unsharded gradients of a group are copied for the
-reduction, and the copy stays until the next group's copy. The root's parameters stay unsharded
-until backward ends. Sums of gradients appear group by group
-in the first micro-batch, and stay. If replicas exchange gradients in another format, or each
-updates a part, sent and received values of two buckets are in memory.
+[Note: memory of sharding] FSDP allocates this memory, in addition to activations:
+
+- Unsharded parameters, from the all-gather of a group until its reshard. On a shard axis of one
+  rank without casts they are aliases of the sharded parameters and need no memory.
+- The output of the last all-gather, until the next all-gather.
+- In backward, the parameters of the ``prefetch.backward`` next groups. The root's parameters stay
+  unsharded from forward to the end of backward.
+- A copy of the unsharded gradients of a group for the reduction, until the next group's copy.
+- Accumulated gradients: allocated group by group in the first micro-batch.
+- Sent and received values of two buckets, if replicas communicate in another format or if each
+  replica updates a part of the parameters.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ class PredictedMemory:
 
 
 class _Group(NamedTuple):
-    """Bytes of a group: unsharded parameters, gradients of autograd and for the reduction, sums."""
+    """Bytes of a group."""
 
-    gathered: int
-    made: int
-    reduced: int
-    sums: int
+    gathered: int  # unsharded parameters
+    made: int  # unsharded gradients from autograd
+    reduced: int  # unsharded gradients in the reduction dtype
+    sums: int  # accumulated sharded gradients
 
     @classmethod
     def of(cls, group: Sequence[ParameterShape], shard: int) -> _Group:
@@ -55,12 +58,12 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Held:
-    """Memory of sharding at a point of a step."""
+    """Bytes of FSDP's allocations at a point of a step; see [Note: memory of sharding]."""
 
     gathered: int = 0  # unsharded parameters
     returned: int = 0  # outputs of the last all-gathers
-    sent: int = 0  # copies for the reduction
-    sums: int = 0  # sums of gradients
+    sent: int = 0  # copies of gradients for the reduction
+    sums: int = 0  # accumulated sharded gradients
     whole: int = 0  # unsharded gradients that wait for the last micro-batch
     bucket: int = 0  # buckets between replicas
 
@@ -68,14 +71,15 @@ class _Held:
 def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemory:
     """Return the predicted peak memory of a step; see [Note: memory of sharding].
 
-    ``events``: from `profile_activations`, for the configuration, tensor axis and micro-batch size
-    of ``layout``.
+    ``events`` are from `profile_activations`, for the same configuration, tensor axis and
+    micro-batch size.
     """
     states = state_bytes(layout)
     accumulation = layout.workload.accumulation
     step = _Step(events, layout)
     step.run(adds_sums=True, is_last=accumulation == 1)
-    # All micro-batches after the first are equal, except for the exchange of replicas in the last.
+    # One more micro-batch is enough: those after the first are equal, and the last also has the
+    # buckets between replicas.
     if accumulation > 1:
         step.run(adds_sums=False, is_last=True)
     held = step.at_peak
@@ -100,7 +104,7 @@ def predict_peak(events: Sequence[MemoryEvent], layout: Layout) -> PredictedMemo
 
 
 class _Step:
-    """Processes the events of micro-batches, and keeps the memory at the peak."""
+    """Processes the events of micro-batches, and records the memory at the peak."""
 
     def __init__(self, events: Sequence[MemoryEvent], layout: Layout) -> None:
         shape, config = layout.shape.sharding, layout.config
@@ -120,8 +124,7 @@ class _Step:
                     self._groups[number] = self._groups[number]._replace(gathered=0)
         self._root = len(self._groups) - 1
         reduce = DTYPES[config.precision.reduce]
-        # Two buckets between replicas, as received and, in another format, as sent; sums that are
-        # reduced in place need no buckets.
+        # Buffers of the buckets between replicas; none if gradients are reduced in place
         sums = [group.sums for group in self._groups]
         self._bucket = layout.method.buffer_bytes(sums, reduce.itemsize)
         self._held = _Held()
@@ -132,11 +135,11 @@ class _Step:
         self._most = -1
 
     def run(self, *, adds_sums: bool, is_last: bool) -> None:
-        """Process a micro-batch. ``adds_sums``: True for the first micro-batch."""
+        """Process a micro-batch. ``adds_sums`` is True for the first micro-batch."""
         held = self._held
         held.gathered = held.returned = 0
         self._gathered_order = []
-        # Without a reduction per micro-batch, the last micro-batch creates the sums.
+        # With ``during_accumulation=none``, the last micro-batch allocates the sharded gradients.
         self._adds_sums = adds_sums or not self._reduces_each
         self._reduces = is_last or self._reduces_each
         self._is_last = is_last
@@ -167,7 +170,7 @@ class _Step:
         if not self._frees:
             self._held.returned = 0
             return
-        # The group is gathered by the recomputation, and again by the gradient of the output.
+        # There may be two events: for the recomputation, and for the gradient of the output.
         if number in self._whole:
             return
         self._whole.add(number)
@@ -175,8 +178,8 @@ class _Step:
         if number != self._root:
             self._held.gathered += group.gathered
         self._see(activations)
-        # Backward continues with the groups that ran before this group in forward; all groups
-        # follow the root.
+        # Backward continues with the groups that ran before this group in forward. After the root,
+        # these are all groups.
         before = self._gathered_order
         if number != self._root:
             before = before[: before.index(number)]
@@ -186,13 +189,13 @@ class _Step:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:
-        """Reduce a group. Until this call, its unsharded gradients count in ``activations``."""
+        """Reduce a group. ``activations`` still includes its unsharded gradients."""
         self._whole.discard(number)
         self._held.gathered -= group.gathered
         if not self._reduces:
             self._held.whole += group.made
             return
-        # The copy of the previous group is freed, and the new copy exists next to the gradients.
+        # The new copy replaces the copy of the previous group.
         self._held.sent = group.reduced
         if self._adds_sums:
             self._held.sums += group.sums

@@ -1,7 +1,7 @@
-"""Bytes that a rank keeps from step to step: parameters, gradients, optimizer state, buffers.
+"""Bytes of the persistent state of a rank: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes them for the peak-memory rank ([Note: the peak-memory rank] in `layout.py`)
-from shapes. Activations, unsharded parameters and memory of collectives are not included.
+`state_bytes` computes them from shapes, for the peak-memory rank ([Note: the peak-memory rank] in
+`layout.py`). Activations, unsharded parameters and buffers of collectives are not included.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from parallel2d.parallel.sync.methods.error_feedback import stored_bytes
 from parallel2d.parallel.sync.methods.owned_parameters import owned_shapes
 from parallel2d.parallel.weights.geometry import scales_shape
 
-_STEP_BYTES = 4  # torch's optimizers count the steps of each parameter in an fp32 tensor
+_STEP_BYTES = 4  # torch's optimizers store the step count of each parameter in an fp32 tensor
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one rank while gradients exist.
+    """Bytes of the state of one rank at a time when gradients exist.
 
     With ``cpu_offload`` parameters, gradients, optimizer state and outer parameters are in the
     memory of the host.
     """
 
     parameters: int
-    masters: int  # hybrid_full, rounded: unrounded rows of this replica, and their last sent values
+    masters: int  # hybrid_full with rounding: unrounded rows of this replica, and a rounded copy
     gradients: int
     optimizer: int
     outer: int  # diloco: outer parameters, momentum, error feedback; train.ema: EMA weights
-    residuals: int  # sync.wire=int4 every step: error feedback
+    residuals: int  # sync=every_step with sync.wire=int4: error feedback
     buffers: int
 
     @property
@@ -43,7 +43,7 @@ class StateBytes:
 def state_bytes(layout: Layout) -> StateBytes:
     """Return the bytes of the peak-memory rank.
 
-    Every trained parameter counts with a gradient, and the optimizer after a step.
+    Assumes that every trained parameter has a gradient, and that the optimizer has made a step.
     """
     shape, method = layout.shape.sharding, layout.method
     parameters = masters = gradients = state = outer = residuals = 0
@@ -75,7 +75,10 @@ def state_bytes(layout: Layout) -> StateBytes:
 def _optimizer_bytes(
     updated: tuple[int, ...], parameter: ParameterShape, optimizer: OptimizerConfig
 ) -> int:
-    """Return bytes of the optimizer state of one parameter, with its updated shape on this rank."""
+    """Return the bytes of the optimizer state of one parameter.
+
+    ``updated`` is the shape of the part of the parameter that this rank updates.
+    """
     numel = math.prod(updated)
     if optimizer.state_dtype != "fp32" and len(updated) > 1:
         moments = 1 if optimizer.name == "sgd" else 2
@@ -84,12 +87,12 @@ def _optimizer_bytes(
             bytes_each = numel + 4 * math.prod(scales_shape(updated))
         return _STEP_BYTES + moments * bytes_each
     match optimizer.name:
-        # The first gradient is copied in its own dtype.
+        # The momentum buffer is a copy of the first gradient and has its dtype.
         case "sgd":
             return numel * parameter.gradient if optimizer.momentum else 0
         case "muon" if parameter.by_muon:
             return numel * parameter.gradient
-        # The state of a custom optimizer is unknown, as the plan says.
+        # The state of a custom optimizer is unknown; the plan command reports this.
         case "custom":
             return 0
     # Adam, AdamW, and Muon's AdamW parameters: two moments, or three.

@@ -1,12 +1,13 @@
 """Seconds of a step of a layout on a cluster: `estimate_step`.
 
-[Note: overlap of compute and links] Forward gathers a group while the previous group computes.
-Backward gathers the next group while a group computes, and reduces gradients of the last group on
-the same link. Reductions over replicas follow, each after the last group of its bucket is reduced
-over the shard axis; they use another link if the two axes use different links. The step continues
-when all of these have ended, and communication that compute did not hide is exposed. On CPU forward
-and backward wait for each gather, and backward for each reduction over the shard axis: torch calls
-them without ``async_op``, and CPU has no streams.
+[Note: overlap of compute and links] In forward a group is all-gathered while the previous group
+computes. In backward the next group is all-gathered while a group computes, and the gradients of
+the previous group are reduce-scattered on the same link. The reduction of a bucket over replicas
+starts after the last group of the bucket is reduced over the shard axis. It uses a separate link if
+one axis is inside hosts and the other crosses hosts. Backward ends when all of these have ended.
+Communication time that is not overlapped by compute is called exposed. On CPU forward and backward
+wait for each all-gather, and backward waits for each reduce-scatter: torch calls them without
+``async_op``, and CPU has no streams.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from parallel2d.parallel.parallelize.layout import Layout
 from parallel2d.parallel.sync.engine.buckets import fill_buckets
 from parallel2d.parallel.sync.methods.method import GroupTraffic
 
-# Share of the peak during computation, by a part of the device name and compilation of blocks:
-# fitted on published throughput in bf16 by ``python -m tools.bench.published_steps``. H200 and H100
-# have the same peak.
+# (part of the device name, True if blocks are compiled) -> fraction of the peak FLOP/s that compute
+# reaches. Fitted to published bf16 throughput by ``python -m tools.bench.published_steps``. The
+# H200 has the values of the H100, because both have the same peak.
 EFFICIENCIES = {
     ("H100", False): 0.335,
     ("H100", True): 0.366,
@@ -33,12 +34,12 @@ EFFICIENCIES = {
     ("H200", True): 0.366,
     ("A100", True): 0.53,
 }
-# No share is fitted for fp32 and fp64: half of the peak in the data sheet, for any device.
+# Assumed fraction of the peak for fp32 and fp64, for which there is no fit
 ASSUMED_EFFICIENCY = 0.5
 
 
 class GroupSeconds(NamedTuple):
-    """Seconds of one group of parameters in one micro-batch."""
+    """Seconds of one FSDP group in one micro-batch."""
 
     forward: float  # compute
     backward: float  # compute, including recomputation
@@ -52,7 +53,7 @@ class GroupSeconds(NamedTuple):
 class StepSchedule:
     """The schedule of a step."""
 
-    accumulation: int  # micro-batches
+    accumulation: int  # number of micro-batches
     during_accumulation: str  # see `SyncConfig`
     shares_link: bool  # True if the shard and the replicate axis use the same link
     overlaps: bool  # True if collectives of the shard axis run while the device computes
@@ -62,7 +63,7 @@ class StepSchedule:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Parts of ``total``. ``shard`` and ``replicate`` count exposed seconds only."""
+    """Seconds of a step. ``shard`` and ``replicate`` are only the exposed seconds."""
 
     compute: float
     tensor: float
@@ -74,7 +75,7 @@ class StepSeconds:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step during which the device waits for a link."""
+        """Fraction of the step during which the device waits for communication."""
         return (self.tensor + self.context + self.shard + self.replicate) / self.total
 
 
@@ -85,11 +86,11 @@ class StepEstimate:
     seconds: StepSeconds
     samples_per_s: float  # of the whole job
     mfu: float  # model FLOPs divided by the peak of the devices
-    assumed: str = ""  # note about the share of the peak, if it is neither given nor fitted
+    assumed: str = ""  # note about an assumed fraction of the peak; empty: given or fitted
 
 
 class _NotKnownError(Exception):
-    """The missing input of the estimate, as text."""
+    """An input of the estimate is missing; the message names it."""
 
 
 def estimate_step(
@@ -99,14 +100,17 @@ def estimate_step(
     inside: Mapping[str, tuple[float, float]],
     flops: int | None,
 ) -> StepEstimate | str:
-    """Return the estimate, or the missing input as text. See [Note: overlap of compute and links].
+    """Return the estimate of a step, or as text the reason why there is none.
+
+    See [Note: overlap of compute and links].
 
     Args:
         layout: the layout.
         cluster: devices and links.
         places: placement of the groups of each axis.
-        inside: see `TensorTraffic.of_step`.
-        flops: FLOPs of one sample.
+        inside: bytes and ring passes over the tensor and context axes; see
+            `TensorTraffic.of_step`.
+        flops: FLOPs of one sample; None: unknown.
     """
     try:
         return _Estimate(layout, cluster, places).of_step(inside, flops)
@@ -134,7 +138,7 @@ class _Estimate:
             accumulation=accumulation,
             during_accumulation=self._sync.during_accumulation,
             shares_link=self._places["shard"].is_inside == self._places["replicate"].is_inside,
-            # On a GPU the host runs ahead of the device.
+            # On a GPU collectives run on separate streams.
             overlaps=layout.workload.device_type != "cpu",
             tensor=self._inside("tensor", inside) / accumulation,
             context=self._inside("context", inside) / accumulation,
@@ -222,7 +226,7 @@ class _Estimate:
         return found
 
     def _inside(self, axis: str, inside: Mapping[str, tuple[float, float]]) -> float:
-        """Return seconds of the traffic of blocks over ``axis`` in a step, in sequence."""
+        """Return the seconds of the communication over ``axis`` in a step, without overlap."""
         place = self._places[axis]
         if place.ranks == 1:
             return 0.0
@@ -230,13 +234,14 @@ class _Estimate:
             raise _NotKnownError(f"the bytes of the {axis} axis are not known")
         sent, passes = inside[axis]
         once = self._collective("all_to_all", sent, axis)
-        # An empty exchange costs the latencies of one pass around the ring.
+        # An all-to-all of 0 bytes costs the latencies of one pass around the ring.
         latency = collective_seconds("all_to_all", 0.0, place, self._cluster)
         assert latency is not None
         return once + max(0.0, passes - 1) * latency
 
     def _groups(self, forward: float, recomputed: float) -> tuple[list[GroupSeconds], float]:
-        """Return groups in forward order, the root first, and seconds of gathers after updates."""
+        """Return the groups in forward order (the root first), and the seconds of all-gathers of
+        updated parameters."""
         layout, traffic = self._layout, self._traffic
         whole = sum(count * group.gathered_bytes for group, count in traffic.groups)
         frees = layout.config.strategy.placement.reshard_after_forward
@@ -266,11 +271,11 @@ class _Estimate:
         return found, after_update
 
     def _reduce_buckets(self, seconds: list[GroupSeconds], groups: Sequence[GroupTraffic]) -> None:
-        """Add the reductions over replicas to ``seconds``, at the group that completes a bucket.
+        """Add each reduction over replicas to the ``seconds`` of the group that completes a bucket.
 
         ``groups`` and ``seconds`` are in forward order.
         """
-        # Backward ends the last group first.
+        # Backward completes the groups in reverse order.
         order = []
         for index in reversed(range(len(groups))):
             if groups[index].reduced_numel:
@@ -290,9 +295,10 @@ class _Estimate:
             seconds[last] = seconds[last]._replace(reduce=reduce)
 
     def _update(self) -> float:
-        """Return seconds of the optimizer, which reads and writes parameters and its state.
+        """Return the seconds of the optimizer, from the bytes that it reads and writes.
 
-        It also reads gradients. Parameters count as many bytes as their gradients.
+        It reads and writes parameters and its state, and reads gradients. Parameters are assumed to
+        have as many bytes as gradients.
         """
         speed = self._cluster.device.memory_gb_per_s
         if speed is None:
@@ -314,7 +320,8 @@ def step_seconds(
         groups: in the order of forward.
         schedule: the schedule of the step.
         update: seconds of the optimizer.
-        between_steps: exposed seconds per step of exchanges between replicas other than gradients.
+        between_steps: exposed seconds per step of communication between replicas other than
+            gradients.
     """
     moving = _all_micro_batches(groups, schedule)
     alone = _all_micro_batches([group._replace(reduce=0.0) for group in groups], schedule)
@@ -333,14 +340,14 @@ def step_seconds(
 
 
 def exchange_seconds(exchange: float, step: float, every: int, fragments: int, delay: int) -> float:
-    """Return seconds per step that ``sync=diloco`` adds.
+    """Return the exposed seconds per step that ``sync=diloco`` adds.
 
     Args:
-        exchange: seconds of sending all fragments.
+        exchange: seconds of the communication of all fragments.
         step: seconds of a step without the exchange.
-        every: steps between two messages of a fragment.
+        every: number of steps between two exchanges of a fragment.
         fragments: number of fragments.
-        delay: steps that continue during an exchange.
+        delay: number of steps that overlap with an exchange.
     """
     exposed = max(0.0, exchange / fragments - delay * step)
     return fragments * exposed / every
@@ -366,7 +373,7 @@ def _micro_batch(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> floa
 def _forward(groups: Sequence[GroupSeconds], overlaps: bool) -> float:
     link = computed = started = 0.0
     for group in groups:
-        # With overlap a gather begins when the previous group begins to compute.
+        # With overlap an all-gather starts when the previous group starts to compute.
         begin = max(link, started) if overlaps else computed
         link = begin + group.gather
         started = max(computed, link)
@@ -384,7 +391,7 @@ def _backward(groups: Sequence[GroupSeconds], schedule: StepSchedule) -> float:
         started = max(computed, ready)
         following = order[number + 1] if number + 1 < len(order) else None
         if following is not None and following.frees:
-            # Prefetched while this group computes.
+            # The next group is prefetched while this group computes.
             shard_link = max(shard_link, started) + following.gather
             ready = shard_link
             if not schedule.overlaps:

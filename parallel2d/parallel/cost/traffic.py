@@ -1,7 +1,7 @@
-"""Bytes over each axis per step, known before the first step: `predicted_bytes` of a `Layout`.
+"""Prediction of the bytes that a rank sends over each axis per step: `predicted_bytes`.
 
-`AxisTraffic` computes the bytes of one group of parameters. The bytes of the context and tensor
-axes are counted (`cost.meta_copy.count_tensor_axis`).
+`AxisTraffic` computes the bytes of one FSDP group. The bytes over the context and tensor axes are
+counted in a run on a meta copy (`cost.meta_copy.count_tensor_axis`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parallel2d.parallel.sync.methods.method import GroupTraffic
 
 
 def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) -> GroupTraffic:
-    """Return the traffic of a group that ``shard`` ranks of each of the ``replicas`` share."""
-    # No padding: the first part is the largest.
+    """Return the payload sizes of a group that is sharded over ``shard`` ranks per replica."""
+    # The shard of the first rank is the largest, and the others are padded to its size.
     parts = []
     for parameter in group:
         parts.append(torch.Size(first_part(parameter.shape, shard)))
@@ -42,15 +42,15 @@ def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) ->
 
 
 class AxisTraffic:
-    """Traffic of the groups of a layout over the axes.
+    """Bytes of the collectives of the FSDP groups of a layout.
 
-    Bytes are sent by one rank in one collective, averaged over the ranks of its group.
+    All results are the bytes that one rank sends, averaged over the ranks of the collective.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         shape = layout.shape.sharding
-        # Traffic of each group, and the number of equal groups
+        # (payload sizes of a group, number of equal groups)
         self.groups: list[tuple[GroupTraffic, int]] = []
         for group, count in layout.equal_groups:
             self.groups.append((group_traffic(group, shape.shard, shape.replicate), count))
@@ -62,7 +62,7 @@ class AxisTraffic:
     def scattered(self, group: GroupTraffic) -> tuple[str, float]:
         """Return the collective that reduces gradients over the shard axis, and its bytes.
 
-        Gradients of fewer than 32 bits are exchanged, and summed in fp32.
+        Gradients of fewer than 32 bits use an all-to-all; see `OrderedReduceScatter`.
         """
         collective = "all_to_all" if group.reduced_itemsize < 4 else "reduce_scatter"
         return collective, self._sent("shard", collective, group.reduced_bytes)
@@ -73,17 +73,19 @@ class AxisTraffic:
         return collective, self._sent("replicate", collective, whole)
 
     def updated(self, group: GroupTraffic) -> float:
-        """Return bytes of parameters between replicas, once per `method.update_period`."""
+        """Return the bytes of one exchange of parameters between replicas."""
         return self._sent("replicate", *self.layout.method.parameters(group))
 
     def per_step(self, group: GroupTraffic) -> tuple[float, float]:
         """Return the bytes of a step over the replicate axis and over the shard axis.
 
-        Per group (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP): an all-gather per
-        micro-batch for forward, and another for backward if parameters are freed in between; a
-        reduction of the gradients per micro-batch, or once with ``during_accumulation=none``; and
-        the traffic of the sync method over the replicas, once or per micro-batch with ``full``.
-        Parameters count as sent: padded to the shard axis, in their all-gather dtype.
+        A group has these collectives (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP):
+
+        - over the shard axis, an all-gather per micro-batch for forward, and another for backward
+          with ``reshard_after_forward``; parameters are padded, in their all-gather dtype;
+        - over the shard axis, a reduction of gradients per micro-batch, or one per step with
+          ``during_accumulation=none``;
+        - over the replicate axis, the communication of the sync method.
         """
         layout = self.layout
         accumulation, method = layout.workload.accumulation, layout.method
@@ -97,7 +99,7 @@ class AxisTraffic:
 
     def _sent(self, axis: str, collective: str, size: float) -> float:
         ranks = getattr(self.layout.shape.sharding, axis)
-        # A group counts this rank's parts; on the shard axis each rank has one.
+        # The sizes of a group are those of local shards.
         whole = size * ranks if axis == "shard" else size
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
@@ -105,10 +107,10 @@ class AxisTraffic:
 def predicted_bytes(
     layout: Layout, inside: Mapping[str, tuple[float, float]] | None = None
 ) -> dict[str, float]:
-    """Return bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``.
+    """Return the bytes that a rank sends per step, as ``{"comm/AXIS/bytes": bytes}``.
 
-    The optimizer's traffic is included. ``inside``: see `TensorTraffic.of_step`; without it, tensor
-    and context axes with several ranks are omitted.
+    The optimizer's communication is included. ``inside`` is from `TensorTraffic.of_step`; without
+    it, tensor and context axes with several ranks are omitted.
     """
     inside = inside or {}
     traffic = AxisTraffic(layout)
@@ -127,7 +129,8 @@ def predicted_bytes(
         again = layout.workload.accumulation * traffic.gathered(root)
         predicted["comm/shard/bytes"] -= again
     for members in layout.replicated:
-        # Every rank of the shard axis keeps these parameters: their gradients are averaged there.
+        # These groups are replicated over the shard axis, and their gradients are all-reduced over
+        # it.
         group = group_traffic(members, 1, layout.shape.replicate)
         replicate, _ = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += replicate
@@ -145,6 +148,6 @@ def predicted_bytes(
 
 
 def exact_bytes(layout: Layout) -> float:
-    """Return bytes of a rank over ``replicate`` per step for one reduction of gradients in fp32."""
+    """Return the bytes of one fp32 all-reduce of all gradients over the replicate axis."""
     numel = sum(count * group.reduced_numel for group, count in AxisTraffic(layout).groups)
     return sent_bytes("all_reduce", 4 * numel, layout.shape.replicate, layout.workload.device_type)

@@ -1,7 +1,7 @@
 """Bytes that the optimizer sends per update, from shapes: `predict_updates`.
 
-AdamW, Adam and SGD send nothing. Muon sends each matrix to one rank and the result to all ranks
-(`owner_bytes`). The traffic of a custom optimizer is unknown.
+AdamW, Adam and SGD do not communicate. Muon sends each matrix to one rank, its owner, and the
+result to all ranks (`owner_bytes`). For a custom optimizer the bytes are unknown and not included.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _MUON_ITEM = 2  # matrices and results are sent in bf16
 
 
 def predict_updates(layout: Layout) -> dict[str, float]:
-    """Return ``{axis: bytes}`` that the first rank sends per update, or with Muon an average rank.
+    """Return ``{axis: bytes}`` that a rank sends per update, averaged over the ranks.
 
-    Empty if updates are local.
+    Empty if the optimizer does not communicate.
     """
     found: dict[str, float] = defaultdict(float)
     if layout.workload.optimizer.name != "muon":
@@ -30,7 +30,8 @@ def predict_updates(layout: Layout) -> dict[str, float]:
     for group, count in layout.equal_groups:
         for parameter in group:
             if parameter.is_trained and parameter.by_muon:
-                # The tensor axis comes first: sharding splits the remaining parts.
+                # The tensor axis comes first, because FSDP shards the local tensors of tensor
+                # parallelism.
                 axes = [("tensor", shape.tensor, parameter.tensor_dim), *rows]
                 for axis, size in owner_bytes(parameter.whole, axes).items():
                     found[axis] += count * size
@@ -40,18 +41,20 @@ def predict_updates(layout: Layout) -> dict[str, float]:
 def owner_bytes(
     shape: Sequence[int], axes: Sequence[tuple[str, int, int | None]]
 ) -> dict[str, float]:
-    """Return bytes over each axis to bring one matrix to its owner and the result to all ranks.
+    """Return the bytes over each axis to send one matrix to its owner and the result to all ranks.
 
-    An average over the ranks; see [Note: one owner per matrix] in `optimizer/matrix_owners.py`.
+    The bytes are an average over the ranks. See [Note: one owner per matrix] in
+    `optimizer/matrix_owners.py`.
 
     Args:
         shape: shape of the unsharded matrix.
-        axes: (name, ranks, split dim) from the inside out; the dim is None for replicated axes.
+        axes: (name, number of ranks, sharded dim), innermost first; the dim is None for axes over
+            which the matrix is replicated.
     """
     ranks = math.prod(size for _, size, _ in axes)
     part = list(shape)
-    # Numbers of groups of this axis that take part in the gather to the owner, and in the scatter
-    # from the owner.
+    # Number of groups along the axis that take part in the gather to the owner, and in the scatter
+    # from the owner
     gathering = scattering = 1
     sent: dict[str, float] = {}
     for name, size, dim in axes:

@@ -1,8 +1,8 @@
 """Inventory of the private names of torch that this package uses, with reasons.
 
-`REACHED` and `KEPT` are the names of `fully_shard`, and `OTHERS` are the names of tensors and
-autograd. Written for torch 2.14. `tests/test_sync.py` compares the tables with the names that the
-files of this package use, and lists the names that another version of torch lacks.
+`REACHED` and `KEPT` list names of `fully_shard`, and `OTHERS` lists names of tensors and autograd.
+The tables are for torch 2.14. `tests/test_sync.py` compares them with the names that the files of
+this package use, and reports names that the installed version of torch does not have.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ REACHED: Table = (
     (TrainingState, {"FORWARD": "a value of `_training_state`"}),
 )  # fmt: skip
 
-# Private names on objects of `fully_shard`, which exist once the objects have run
+# Private attributes of `fully_shard`'s objects, which are set only on instances
 KEPT: dict[type, dict[str, str]] = {
     FSDPState: {
         "_fsdp_param_groups": "no public accessor of the groups of parameters",

@@ -1,6 +1,4 @@
-"""Groups of parameters that `fully_shard` all-gathers and reduce-scatters together, with their
-gradients.
-"""
+"""Wrappers of FSDP2's parameter groups (`FSDPGroup`) and of their parameters (`FSDPParameter`)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
-    """Return the groups of ``model`` in the order of their ends in backward."""
+    """Return the FSDP groups of ``model`` in the order in which backward completes them."""
     names = names_by_id(model.named_modules())
     parameter_names = names_by_id(parameters_by_name(model).items())
     found = []
@@ -42,8 +40,10 @@ def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
 
 
 def _note_settings(model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
-    """Make calls of `set_requires_gradient_sync` and `set_requires_all_reduce` set the attributes
-    of ``groups`` too. FSDP has no getters for these settings."""
+    """Wrap `set_requires_gradient_sync` and `set_requires_all_reduce` to record their values.
+
+    The values are stored in ``groups``, because FSDP has no getters for them.
+    """
     group_of: dict[nn.Module, FSDPGroup] = {}
     for group in groups:
         for module in group.modules:
@@ -64,7 +64,7 @@ def _note_settings(model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Like FSDP, the first method sets both.
+            # As in FSDP, the first method sets both values.
             for method, attributes in (
                 ("set_requires_gradient_sync", ("reduces_gradients", "reduces_over_replicas")),
                 ("set_requires_all_reduce", ("reduces_over_replicas",)),
@@ -73,7 +73,7 @@ def _note_settings(model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
 
 
 class FSDPGroup:
-    """Interface of the package to one FSDP parameter group.
+    """Wrapper of one FSDP parameter group.
 
     Args:
         group: torch's parameter group.
@@ -92,20 +92,21 @@ class FSDPGroup:
         self._group = group
         self.modules = tuple(modules)
         self.called = called
-        # Communication dtype of its gradients over the shard axis
+        # Communication dtype of the gradients over the shard axis
         self.communication_dtype = torch.float32
-        # Dtypes of FSDP's gradient sums and reduce-scatter; None: FSDP's defaults
+        # Accumulation and communication dtype of gradients in FSDP; None: FSDP's defaults
         self._reduces_in: tuple[torch.dtype, torch.dtype] | None = None
-        # True with one rank on the shard axis: unsharded gradients are used as sharded gradients
+        # True if FSDP's mesh of the group has one rank: unsharded gradients are used as sharded
+        # gradients
         self.is_alone = False
-        # The shard axis, if every one of its ranks keeps all parameters of the group, in a mesh of
-        # one rank; only some ranks may run the group
+        # For a replicated conditional module, which only some ranks may run: the process group of
+        # the shard axis
         self.replicated_over: dist.ProcessGroup | None = None
         # True if the next backward pass reduces gradients over the shard axis, and over replicas
         self.reduces_gradients = self.reduces_over_replicas = True
-        # The value of `trained` while a backward pass ends the group
+        # Cached value of `trained` during FSDP's post-backward of the group
         self._ending: list[FSDPParameter] | None = None
-        # True while the unsharded parameters are tensors that no forward has used
+        # True if the unsharded parameters have new tensors that `on_gather` has not reported
         self._is_new = True
         self.parameters: list[FSDPParameter] = []
         for parameter in group.fsdp_params:
@@ -113,17 +114,14 @@ class FSDPGroup:
 
     @property
     def module(self) -> FSDPModule:
-        """The module with FSDP's public methods for this group.
-
-        The methods of all modules of the group have the same effect.
-        """
+        """A module whose `FSDPModule` methods act on this group: the first module of the group."""
         module = self.modules[0]
         assert isinstance(module, FSDPModule)
         return module
 
     @property
     def trained(self) -> list[FSDPParameter]:
-        """The parameters that require gradients."""
+        """The parameters that require grad."""
         if self._ending is not None:
             return self._ending
         with quick_reads():
@@ -144,14 +142,14 @@ class FSDPGroup:
         return any(parameter.has_unsharded_gradient for parameter in self.trained)
 
     def on_forward(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at each forward of the group that autograd records.
+        """Call ``callback`` at each forward of the group with gradients.
 
-        The forward may start in any method of the modules. Module hooks would run only for
-        ``forward``.
+        Module hooks are not used for this, because they run only for ``forward``, and a forward may
+        start in another method of a module.
         """
         register = self._group._register_post_backward_hook
 
-        # FSDP calls this once at the start of a forward, also for a group of several modules.
+        # FSDP calls this method once per forward, also for a group of several modules.
         def registered(args: Any, kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return register(args, kwargs)
@@ -164,12 +162,12 @@ class FSDPGroup:
         self._group._register_post_backward_hook = registered  # type: ignore
 
     def on_gather(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the unsharded parameters are tensors that no forward has used."""
+        """Call ``callback`` after an all-gather that has created new unsharded tensors."""
         wait = self._group.wait_for_unshard
 
         def wait_for_unshard() -> None:
-            # Storage that is allocated in inference mode would be an inference tensor, and a later
-            # all-gather outside of inference mode could not write to it.
+            # Leave inference mode: a later all-gather outside of inference mode could not write to
+            # inference tensors.
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     wait()
@@ -182,15 +180,14 @@ class FSDPGroup:
         self._group.wait_for_unshard = wait_for_unshard  # type: ignore[method-assign]
 
     def release(self) -> None:
-        """Free unsharded parameters outside of a forward, and restore the sharded parameters."""
+        """Reshard: free the unsharded parameters. Call this outside of a forward."""
         self.module.reshard()
 
     def share_memory(self, computes_in: torch.dtype) -> None:
-        """Make unsharded parameters aliases of the sharded parameters, for a shard axis of one
-        rank.
+        """Make the unsharded parameters aliases of the sharded parameters, on a mesh of one rank.
 
-        Unsharded gradients are then used as sharded gradients without a copy. Parameters with a
-        storage dtype other than ``computes_in`` are still copied.
+        Unsharded gradients are then used as sharded gradients without a copy. Parameters whose
+        storage dtype differs from ``computes_in`` are still copied.
         """
         self.is_alone = True
 
@@ -200,25 +197,27 @@ class FSDPGroup:
         share_memory(self._group, computes_in, note)
 
     def accumulate_on(self, stream: torch.Stream) -> None:
-        """Make FSDP accumulate reduced gradients on ``stream``. ``stream`` waits for the
-        reduce-scatter before. With one rank on the shard axis FSDP runs no reduce-scatter."""
-        # Stream order and lifetime. FSDP runs the all-reduce hook on ``stream`` after the
-        # reduce-scatter stream, and accumulates there. The output of the reduce-scatter was
-        # allocated on the reduce-scatter stream, and FSDP drops its reference on the host while
-        # ``stream`` still has to read it. The caching allocator could then give this memory to the
-        # next reduce-scatter, which does not wait for ``stream``. The hook records the use on
-        # ``stream``, so that the allocator waits for ``stream``. For its own all-reduce FSDP keeps
-        # a reference instead (pytorch pull request 180900).
+        """Make FSDP accumulate reduced gradients on ``stream``, after the reduce-scatter.
+
+        This has no effect on a mesh of one rank, where FSDP runs no reduce-scatter.
+        """
+        # Stream order and lifetime: FSDP makes ``stream`` wait for the reduce-scatter stream, and
+        # calls the all-reduce hook and accumulates on ``stream``. The output of the reduce-scatter
+        # was allocated on the reduce-scatter stream. FSDP frees it on the host before ``stream``
+        # has read it. The caching allocator could then give this memory to the next reduce-scatter,
+        # which does not wait for ``stream``. The hook records the use on ``stream``, so that the
+        # allocator waits. For its all-reduce, FSDP keeps a reference instead (pytorch pull request
+        # 180900).
         self.module.set_all_reduce_hook(keep_until_done, stream=stream)  # type: ignore[arg-type]
 
     def around_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call ``before`` and ``after`` around the reduction of the group's gradients.
 
-        ``before`` runs when autograd has computed the gradients and FSDP has not reduced them.
-        ``after`` runs when all kernels that accumulate the sharded gradients are issued. FSDP's
-        public hook, `set_all_reduce_hook`, runs between the two. Nothing public runs before the
-        reduce-scatter, and gradients of another dtype or of partial sums must be repaired there
-        (pytorch issues 190626, 194628, 196996).
+        ``before`` runs when autograd has computed the gradients, before the reduce-scatter.
+        ``after`` runs when all kernels that accumulate the sharded gradients have been issued.
+        FSDP's public hook, `set_all_reduce_hook`, runs between the two. FSDP has no public hook
+        before the reduce-scatter, where gradients of another dtype and partial gradients must be
+        converted (pytorch issues 190626, 194628, 196996).
         """
         group = self._group
         original = group.post_backward
@@ -227,8 +226,8 @@ class FSDPGroup:
         def post_backward(*unused: Any) -> None:
             self._ending = self.trained
             before()
-            # `post_backward` of FSDP would fail on a group that never ran: it has no unsharded
-            # parameters.
+            # FSDP's `post_backward` would fail for a group that never ran, because it has no
+            # unsharded parameters yet.
             if any(each.has_run for each in self.parameters):
                 if self.is_alone or not self.reduces_gradients:
                     self._end_without_reduction(original)
@@ -241,7 +240,7 @@ class FSDPGroup:
         group.post_backward = post_backward  # type: ignore[method-assign]
 
     def _choose_dtypes(self) -> None:
-        """Make FSDP use the dtypes of `set_dtypes`; FSDP sets its own in the first forward."""
+        """Make FSDP use the dtypes of `set_dtypes`, which it overwrites in its first forward."""
         if self._reduces_in is not None:
             self._group._orig_dtype, communication_dtype = self._reduces_in
             for parameter in self.trained:
@@ -249,19 +248,19 @@ class FSDPGroup:
                 parameter.narrow_unsharded_gradient(communication_dtype)
 
     def _end_without_reduction(self, end: Callable[[], None]) -> None:
-        """Call ``end``, FSDP's ``post_backward``, which frees the parameters, without gradients.
+        """Call ``end``, FSDP's ``post_backward``, while the parameters have no gradients.
 
-        Without a reduction in this pass, the unsharded gradients are kept in the wide dtype, and
-        autograd adds the next gradients to these sums. FSDP would cast them to the communication
-        dtype (pytorch issue 194628). With one rank on the shard axis, the unsharded gradients are
-        the sharded ones, and FSDP would copy them twice.
+        ``end`` then only reshards. There are two cases. If this pass does not reduce, the unsharded
+        gradients stay in the accumulation dtype, and autograd adds the next gradients to them. FSDP
+        would cast them to the communication dtype (pytorch issue 194628). On a mesh of one rank,
+        the unsharded gradients become the sharded gradients. FSDP would copy them twice.
         """
         taken = []
         for each in self.trained:
             taken.append((each, each.take_unsharded_gradient()))
         end()
         if self.is_alone:
-            self.release()  # also after `set_reshard_after_backward(False)` of a script
+            self.release()  # even if a script has called `set_reshard_after_backward(False)`
         for parameter, gradient in taken:
             if not self.reduces_gradients:
                 parameter.set_unsharded_gradient(gradient)
@@ -270,10 +269,10 @@ class FSDPGroup:
 
     @torch.no_grad()
     def prepare_gradients(self, fill: bool) -> None:
-        """Give all unsharded gradients of the group one dtype for FSDP's reduction.
+        """Cast all unsharded gradients of the group to the same dtype for FSDP's reduction.
 
-        The dtypes differ if some gradients are sums of micro-batches. ``fill``: missing gradients
-        contribute zeros to the reduction.
+        The dtypes differ if some gradients are accumulated over micro-batches. If ``fill``, missing
+        gradients contribute zeros to the reduction.
         """
         self.module.set_reduce_scatter_unused_params(fill and not self.is_alone, recurse=False)
         trained = self.trained
@@ -282,9 +281,9 @@ class FSDPGroup:
         dtypes = set()
         for each in trained:
             dtypes.add(each.unsharded_gradient_dtype)
-        # None: the parameter has had no forward.
+        # The dtype of a parameter that had no forward is None.
         dtypes.discard(None)
-        # Sums over micro-batches already contain the sum over the tensor axis, in fp32 at least.
+        # Gradients that are accumulated over micro-batches are already summed over the tensor axis.
         if len(dtypes) > 1 or _sum_parts(trained):
             for parameter in trained:
                 gradient = parameter.take_unsharded_gradient()
@@ -299,19 +298,19 @@ class FSDPGroup:
         shard_ranks: int,
         final: torch.dtype | None = None,
     ) -> None:
-        """Sum gradients in ``wide`` and send them in ``communication_dtype`` over the shard axis.
+        """Set the accumulation and communication dtypes of gradients over the shard axis.
 
-        Parameters with a wider storage dtype sum in that dtype. FSDP sums partial gradients in the
-        storage dtype or the communication dtype (pytorch issue 194628), without a setting.
+        FSDP has no setting for the accumulation dtype: it uses the storage dtype or the
+        communication dtype (pytorch issue 194628).
 
         Args:
-            wide: accumulation dtype.
+            wide: accumulation dtype; a wider storage dtype is used instead.
             communication_dtype: communication dtype over the shard axis.
-            shard_ranks: ranks of the shard axis.
+            shard_ranks: number of ranks of FSDP's mesh of the group.
             final: dtype of reduced gradients; None: the dtype of the parameter.
 
         Raises:
-            ConfigError: trained parameters of several dtypes.
+            ConfigError: trained parameters have different dtypes.
         """
         self.communication_dtype = communication_dtype
         for parameter in self.parameters:
@@ -322,17 +321,17 @@ class FSDPGroup:
         wide = torch.promote_types(wide, stored)
         if stored == wide and communication_dtype.itemsize >= 4:
             return  # FSDP uses these dtypes by default
-        # A shard axis of one rank sends nothing, so its gradients are not rounded.
+        # With one rank there is no communication, so gradients must not be rounded.
         sends_wide = communication_dtype.itemsize >= 4 or shard_ranks == 1
         self._reduces_in = wide, wide if sends_wide else communication_dtype
         for parameter in self.parameters:
             parameter.wide = wide
 
     def _stored_dtype(self) -> torch.dtype | None:
-        """Return the storage dtype of the trained parameters; None if it is not determined.
+        """Return the storage dtype of the trained parameters.
 
-        Without trained parameters, the common dtype of all floating-point parameters. Raises
-        `ConfigError` for trained parameters of several dtypes.
+        If no parameter is trained, return the dtype of all floating-point parameters, or None if
+        they differ. Raises `ConfigError` if trained parameters have different dtypes.
         """
         trained = self.trained
         # Without trained parameters, use all parameters that may be unfrozen later.
@@ -349,15 +348,16 @@ class FSDPGroup:
         )
 
     def reduce_late(self) -> None:
-        """Reduce the sums of earlier backward passes, outside of a backward pass."""
+        """Reduce gradients that earlier backward passes have left, outside of a backward pass."""
         with torch.no_grad():
             self._group.post_backward()
 
     @torch.no_grad()
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drop the gradients of the sharded parameters, or set them to zero.
+        """Remove the gradients of the sharded parameters, or set them to zero.
 
-        ``model.zero_grad()`` does not reach them while unsharded parameters are in the modules.
+        ``nn.Module.zero_grad`` does not find these gradients while the modules hold unsharded
+        parameters.
         """
         for parameter in self.trained:
             local = parameter.local_gradient
@@ -368,17 +368,16 @@ class FSDPGroup:
                 local.zero_()
 
     def discard(self) -> None:
-        """Drop sums that are not reduced over the shard axis."""
+        """Discard gradients that are not reduced over the shard axis."""
         for parameter in self.parameters:
             parameter.take_unsharded_gradient()
 
 
 def _keep_missing_gradients(inputs: Any) -> None:
-    """Keep the gradient None for inputs of a group that its forward does not use.
+    """Make inputs that the group's forward does not use keep the gradient None.
 
-    All inputs pass through one autograd function of `fully_shard`, which materializes missing
-    gradients as zeros by default. With zeros, weight decay would change parameters that no step has
-    used.
+    `fully_shard` passes all inputs through one autograd function, which by default replaces missing
+    gradients by zeros. With zeros an optimizer would apply weight decay to unused parameters.
     """
     for leaf in tree_leaves(inputs):
         node = leaf.grad_fn if isinstance(leaf, Tensor) else None
@@ -389,10 +388,10 @@ def _keep_missing_gradients(inputs: Any) -> None:
 
 @torch.no_grad()
 def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
-    """Sum narrow partial gradients over the tensor axis, in fp32 and in one all-reduce.
+    """Sum 16-bit partial gradients over the tensor axis, in fp32 and in one all-reduce.
 
-    FSDP would sum these gradients in the compute dtype (pytorch issue 190626). Returns True if any
-    gradient has fewer than 32 bits; the group must then use the accumulation dtype.
+    FSDP would sum them in the compute dtype (pytorch issue 190626). Returns True if the group has
+    such gradients; all its gradients must then be cast to the accumulation dtype.
     """
     narrow: list[FSDPParameter] = []
     parts: list[Tensor] = []
@@ -411,31 +410,31 @@ def _sum_parts(parameters: Sequence[FSDPParameter]) -> bool:
 
 
 class FSDPParameter:
-    """One parameter of a group.
+    """Wrapper of one parameter of an FSDP group.
 
-    The optimizer updates the sharded parameter, and autograd uses the unsharded parameter. Sums of
-    several backward passes that are not reduced over the shard axis stay in the ``.grad`` of the
-    unsharded parameter.
+    The optimizer updates the sharded parameter, and autograd uses the unsharded parameter.
+    Gradients that are not reduced over the shard axis yet are in the ``.grad`` of the unsharded
+    parameter.
     """
 
     def __init__(self, parameter: FSDPParam, name: str) -> None:
         self.name = name
         self._parameter = parameter
-        # Hooks to call, and hooks that are unregistered at the moment
+        # Hooks for `call_hooks`, and hooks to register again in `give_hooks_back`
         self._hooks: dict[int, Any] = {}
         self._taken: dict[int, Any] = {}
         # Accumulation dtype of gradients, if it differs from the parameter's dtype
         self.wide: torch.dtype | None = None
-        # The dtype of reduced gradients, if it is not the parameter's
+        # Dtype of reduced gradients, if it differs from the parameter's dtype
         self.final: torch.dtype | None = None
-        # The sharded parameter that accepts gradients of any dtype
+        # The sharded parameter for which `allow_any_dtype` was called last
         self._any_dtype: nn.Parameter | None = None
         # Position of this rank's first value in the flattened unsharded parameter
         self.start = first_position(parameter.sharded_param)
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The sharded parameter; looked up each time, because allocation and loading replace it."""
+        """The sharded parameter. Allocation and loading may replace it."""
         return self._parameter.sharded_param
 
     @property
@@ -446,12 +445,12 @@ class FSDPParameter:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Accumulation dtype of gradients; the model may have been cast since sharding."""
+        """Accumulation dtype of gradients. The default is the current dtype of the parameter."""
         return self.wide or part_of(self.sharded).dtype
 
     @property
     def final_dtype(self) -> torch.dtype:
-        """The dtype of its reduced gradient, which the optimizer gets."""
+        """Dtype of the reduced gradient that the optimizer gets."""
         stored = part_of(self.sharded).dtype
         if self.final is None:
             return stored
@@ -483,25 +482,26 @@ class FSDPParameter:
         return gradient
 
     def set_unsharded_gradient(self, gradient: Tensor | None) -> None:
-        """Set the gradient that is not reduced over the shard axis, in the wide dtype."""
+        """Set the gradient that is not reduced over the shard axis, in the accumulation dtype."""
         whole = self.gathered
         if whole is None or gradient is None:
             return
-        # Autograd adds later gradients, in the compute dtype, to this sum.
+        # `grad_dtype = None` allows autograd to add gradients of the compute dtype to this one.
         whole.grad_dtype = None
         whole.grad = gradient.to(self.gradient_dtype)
 
     def narrow_unsharded_gradient(self, communication_dtype: torch.dtype) -> None:
-        """Cast a wide sum to ``communication_dtype``, where this is the compute dtype.
+        """Cast the unsharded gradient to ``communication_dtype`` if this is the compute dtype.
 
-        In all other cases FSDP casts by its policy, which it ignores for two equal dtypes.
+        FSDP's policy casts in all other cases, but it has no effect if both dtypes are equal.
         """
         whole = self.gathered
         if whole is not None and whole.grad is not None and whole.dtype == communication_dtype:
             whole.grad = whole.grad.to(communication_dtype)
 
     def zeros(self) -> Tensor | None:
-        """Return an unreduced gradient of zeros in the wide dtype; None before a forward."""
+        """Return an unsharded gradient of zeros in the accumulation dtype; None before a
+        forward."""
         whole = self.gathered
         if whole is None:
             return None
@@ -510,7 +510,7 @@ class FSDPParameter:
     def make_dense(self) -> None:
         """Make a sparse gradient dense, for example of ``nn.Embedding(sparse=True)``.
 
-        Ranks have different rows, and FSDP reduces only dense gradients.
+        Sparse gradients of different ranks have different rows, and FSDP reduces only dense ones.
         """
         whole = self.gathered
         if whole is not None and whole.grad is not None and whole.grad.is_sparse:
@@ -518,7 +518,7 @@ class FSDPParameter:
 
     @property
     def unsharded_gradient_dtype(self) -> torch.dtype | None:
-        """Dtype of the gradient that is not reduced over the shard axis, or of zeros in its place.
+        """Dtype of the unsharded gradient, or of the unsharded parameter if it has no gradient.
 
         None before the first forward.
         """
@@ -531,9 +531,9 @@ class FSDPParameter:
 
     @property
     def part(self) -> Tensor | None:
-        """The partial gradient of a replicated weight with split inputs on the tensor axis.
+        """The local tensor of a gradient that is partial over the tensor axis; None for others.
 
-        It is a part of a sum, in the compute dtype. None for other parameters.
+        Replicated weights whose inputs are split over the tensor axis have partial gradients.
         """
         whole = self.gathered
         grad = None if whole is None else whole.grad
@@ -571,17 +571,17 @@ class FSDPParameter:
         if local is None:
             sharded.grad = None
         else:
-            # A new `DTensor`: an existing `DTensor` with an exchanged local tensor would keep its
-            # storage offset, and compiled functions guard on the offset.
+            # Create a new `DTensor`. If only the local tensor of the old one were replaced, its
+            # storage offset would be wrong, and compiled functions guard on the offset.
             self.allow_any_dtype()
-            # `DTensor.from_local` takes seven times as long, longer than a small copy.
+            # `DTensor.from_local` would take seven times as long.
             sharded.grad = self._parameter.to_sharded_dtensor(local)
 
     def add_gradient(self, whole: Tensor) -> None:
         """Add ``whole``, which is also this rank's local shard, to the reduced gradient."""
         if isinstance(whole, DTensor):
             assert isinstance(self.gathered, DTensor)
-            # A partial sum over the tensor axis is reduced here.
+            # Reduce a gradient that is partial over the tensor axis.
             if whole.placements != self.gathered.placements:
                 whole = whole.redistribute(placements=self.gathered.placements)
             whole = part_of(whole)
@@ -619,26 +619,25 @@ class FSDPParameter:
     def local_size(self) -> torch.Size:
         return part_of(self.sharded).shape
 
-    # Hooks of `register_post_accumulate_grad_hook`. FSDP would call them after the reduction over
-    # the shard axis only, and users expect the mean over all data ranks. The hooks are therefore
+    # Hooks of `register_post_accumulate_grad_hook`. FSDP would call them before the reduction over
+    # the replicate axis, but users expect the mean over all data ranks. Therefore the hooks are
     # removed before FSDP accumulates, and called after the reduction over the replicate axis.
 
     def take_hooks(self) -> None:
-        """Unregister the hooks and keep them."""
-        # torch's dict, or None. Handles of users refer to this dict, so it is emptied and refilled,
-        # never replaced.
+        """Remove the hooks from the sharded parameter and store them."""
+        # The handles of users refer to torch's dict of hooks, so the dict must not be replaced.
         registered = self.sharded._post_accumulate_grad_hooks or {}
         self._hooks = self._taken = dict(registered)
         registered.clear()
 
     def give_hooks_back(self) -> None:
-        """Register the hooks of `take_hooks` again; `call_hooks` can still call them."""
+        """Put the hooks of `take_hooks` back on the parameter. `call_hooks` can still call them."""
         if self._taken:
             self.sharded._post_accumulate_grad_hooks.update(self._taken)
         self._taken = {}
 
     def call_hooks(self) -> None:
-        """Call the removed hooks once, with the parameter that has the gradient."""
+        """Call the hooks of `take_hooks` once, with the tensor that the optimizer updates."""
         hooks, self._hooks = self._hooks, {}
         updated = self.updated
         # Like autograd, call no hook for an unused parameter.
@@ -647,6 +646,6 @@ class FSDPParameter:
                 hook(updated)
 
     def forget_hooks(self) -> None:
-        """Register the hooks again, and make `call_hooks` call none."""
+        """Put the hooks back, without a later call by `call_hooks`."""
         self.give_hooks_back()
         self._hooks = {}

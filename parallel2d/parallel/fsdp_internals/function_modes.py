@@ -1,4 +1,4 @@
-"""Torch function modes at the bottom of a thread's stack."""
+"""Insert and remove torch function modes below the active modes of a thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def _modes() -> Iterator[list[TorchFunctionMode]]:
-    """The modes of this thread, innermost first. Changes of the list are made at the end."""
-    # The garbage collector may run inside this function and free a model, which removes a mode too.
+    """Yield the modes of this thread, innermost first. At the end the list becomes the stack."""
+    # Disable the garbage collector: if it frees a model, a callback also changes the stack.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -32,9 +32,9 @@ def _modes() -> Iterator[list[TorchFunctionMode]]:
 def insert(mode: TorchFunctionMode) -> None:
     """Activate ``mode`` in this thread, below all active modes.
 
-    `torch.set_default_device` inserts its mode in the same way. A context manager would not work:
-    context managers exit in reverse order, so a script that exits its own mode could remove
-    ``mode`` instead. An earlier mode of the same class is removed.
+    `torch.set_default_device` inserts its mode in the same way. A context manager (``with mode:``)
+    would put the mode on top, and a script that exits one of its modes would remove ``mode``
+    instead. An earlier mode of the same class is removed.
     """
     with _modes() as modes:
         modes[:] = [*(each for each in modes if type(each) is not type(mode)), mode]

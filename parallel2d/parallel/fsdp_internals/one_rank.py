@@ -1,6 +1,6 @@
-"""Aliases of the sharded parameters as unsharded parameters, for a shard axis of one rank.
+"""Make unsharded parameters aliases of the sharded parameters, on a mesh of one rank.
 
-FSDP would keep a second copy of the parameters.
+Without this, FSDP copies the parameters in each all-gather.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def share_memory(
     """Make the unsharded parameters of ``group`` aliases of the sharded parameters.
 
     Args:
-        group: an FSDP group on a shard axis of one rank.
+        group: an FSDP group on a mesh of one rank.
         computes_in: dtype of the forward pass. FSDP still copies parameters with another dtype.
-        moved: called after an unsharded parameter was given other memory.
+        moved: called after the memory of an unsharded parameter has changed.
     """
     copy = group.wait_for_unshard
 
-    # `wait_for_unshard` is replaced because FSDP calls it directly before it uses the parameters.
-    # `unshard` is called earlier as a prefetch, sometimes without a use of the parameters.
+    # Replace `wait_for_unshard` and not `unshard`: FSDP calls `wait_for_unshard` directly before
+    # the parameters are used, and `unshard` also for a prefetch without a use.
     def wait_for_unshard() -> None:
         hidden = []
         for parameter in group.fsdp_params:
@@ -66,8 +66,9 @@ def _show(parameter: FSDPParam) -> None:
     """Make the unsharded parameter an alias of the sharded parameter."""
     stored = part_of(parameter.sharded_param)
     whole = getattr(parameter, "_unsharded_param", None)
-    # The alias has its own storage object and version counter. With them, autograd and the checks
-    # of writes distinguish it from the sharded parameter. Fake tensors have no memory to alias.
+    # `from_dlpack` makes an alias with a separate storage object and version counter, by which
+    # autograd and the script checks distinguish it from the sharded parameter. Fake tensors do not
+    # support it.
     alias = stored.data if isinstance(stored, FakeTensor) else torch.from_dlpack(stored.detach())
     if whole is not None:
         part_of(whole).data = alias

@@ -1,5 +1,5 @@
-"""State of `fully_shard` for a whole model, such as its running forward, and settings that have no
-public name.
+"""State of `fully_shard` for a model, such as a running forward, and settings without a public
+name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _tracker = ModuleTracker()
 def in_backward() -> bool:
     """Return True inside a backward pass of this thread.
 
-    A forward that runs then is a recomputation of activations.
+    A forward that runs inside a backward pass is a recomputation by activation checkpointing.
     """
     is_backward: bool = _tracker.is_bw
     return is_backward
 
 
 def saving_hooks() -> Any:
-    """Return the active hooks of saved tensors, for example of a checkpoint; None without hooks.
+    """Return the active saved-tensors hooks, for example of a checkpoint; None without hooks.
 
     torch has no public name for this.
     """
@@ -36,7 +36,7 @@ def saving_hooks() -> Any:
 
 
 def state_of(module: nn.Module) -> FSDPState:
-    """Return FSDP's state of the group of modules that contains ``module``."""
+    """Return the FSDP state of ``module``, which modules of one FSDP group share."""
     assert isinstance(module, FSDPModule)
     return module._get_fsdp_state()
 
@@ -44,7 +44,7 @@ def state_of(module: nn.Module) -> FSDPState:
 def states(model: nn.Module) -> dict[FSDPState, list[nn.Module]]:
     """Map each FSDP state of ``model`` to the modules that were given to `fully_shard` together.
 
-    The states hold the parameter groups, which have no public accessor.
+    The parameter groups of a state have no public accessor.
     """
     found: dict[FSDPState, list[nn.Module]] = {}
     for module in model.modules():
@@ -57,7 +57,7 @@ def groups(model: nn.Module) -> list[FSDPParamGroup]:
     """Return FSDP's parameter groups, each once, in the order of the modules that own them."""
     found: list[FSDPParamGroup] = []
     for state in states(model):
-        # Empty if all parameters of a module belong to groups inside it.
+        # The list is empty if all parameters of a module belong to groups inside of the module.
         found.extend(state._fsdp_param_groups)
     return found
 
@@ -82,10 +82,10 @@ def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
 
 
 def runs_forward(module: nn.Module) -> bool:
-    """Return True inside a forward of ``module``, or of its group of modules.
+    """Return True during a forward of ``module`` or of another module of its FSDP group.
 
-    Hooks of the module would miss forwards that begin in a method other than ``forward``
-    (`torch.distributed.fsdp.register_fsdp_forward_method`).
+    This includes forwards that start in a method of
+    `torch.distributed.fsdp.register_fsdp_forward_method`, for which module hooks do not run.
     """
     return state_of(module)._training_state == TrainingState.FORWARD
 
@@ -93,7 +93,7 @@ def runs_forward(module: nn.Module) -> bool:
 def was_interrupted(model: nn.Module) -> bool:
     """Return True if an exception has ended a backward pass of ``model``.
 
-    The final callback of the pass is still queued then. torch has no public name for this.
+    FSDP's flag for its final callback is still set in this case. torch has no public name for it.
     """
     return state_of(model)._state_ctx.post_backward_final_callback_queued
 
@@ -111,10 +111,10 @@ def set_asynchronous_gathers(model: nn.Module, enabled: bool) -> None:
 def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of every backward pass, after all groups are reduced.
 
-    In the first hook of a backward pass FSDP queues its own final callback. ``callback`` runs
-    after it: only then does the current stream wait for FSDP's reductions, so work that
-    ``callback`` issues is ordered after them. The alternative,
-    ``Variable._execution_engine.queue_callback``, is private too.
+    FSDP queues a final callback in the first hook of a backward pass. This callback makes the
+    current stream wait for FSDP's reductions. ``callback`` runs after it, so that its work on the
+    current stream comes after the reductions. The alternative,
+    ``Variable._execution_engine.queue_callback``, is also private.
     """
 
     def followed(original: Callable[[], None]) -> Callable[[], None]:
@@ -124,7 +124,8 @@ def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
 
         return final
 
-    # Every state is wrapped: torch queues the callback of the state that backward reaches first.
+    # Wrap the callback of every state, because torch queues that of the state which backward
+    # reaches first.
     for state in states(model):
         original = state._root_post_backward_final_callback
         state._root_post_backward_final_callback = followed(original)  # type: ignore[method-assign]

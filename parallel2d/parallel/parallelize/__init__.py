@@ -1,10 +1,11 @@
-"""Shard, replicate and prepare a plain ``nn.Module`` for training: `parallelize`.
+"""Shard, replicate and prepare any ``nn.Module`` for training: `parallelize`.
 
 `parallelize` works in place: the model keeps its class and its parameter names, and its parameters
-become `DTensor`s. Each transform has its own file. The order of the transforms is fixed. Float8 and
-tensor parallelism come first because they replace the computation of single layers. Activation
+become `DTensor`s. Each transform has a file of this package. The order of the transforms is fixed.
+Float8 and tensor parallelism come first because they replace the computation of layers. Activation
 checkpointing and compilation come next: they wrap the ``forward`` of a block and must see the split
-layers. Sharding comes last because its hooks must stay outside of the recomputed or compiled code.
+layers. Sharding comes after them because its hooks must stay outside of the recomputed or compiled
+code.
 """
 
 from __future__ import annotations
@@ -95,31 +96,31 @@ def parallelize(
     call, from the parameters of the returned model.
 
     Args:
-        model: any ``nn.Module``. If it was built under `build_on_meta`, its weights are drawn here
-            from ``seed`` and the fully qualified names. If its constructor sets weights directly,
-            they are the weights that the constructor gives in one process under
-            ``torch.manual_seed(seed)``. Real weights are kept, after a check that they are equal
-            on all ranks.
+        model: any ``nn.Module``. If it was built under `build_on_meta`, this function initializes
+            each module's weights from ``seed`` and the FQN of the module. If the constructor of
+            the model sets weights directly, the weights equal those of a constructor call in one
+            process under ``torch.manual_seed(seed)``. If the model is not on meta, its weights are
+            used, after a check that they are equal on all ranks.
         mesh: from `parallel2d.build_mesh`, or a custom mesh with axes named ``replicate``,
             ``shard`` and optionally ``context`` and ``tensor``.
         config: strategy, bucketing, precision, activation checkpointing, compilation, prefetch and
             offloading; each section also accepts the name of a preset.
         seed: seed of the initial weights, required when parameters are on meta. It also seeds the
             stochastic rounding of ``sync.wire``.
-        init: ``init(module, name)`` sets the parameters that ``module`` owns, from nothing but
-            its arguments. It runs for each module on one rank of a replica. Default: each module's
-            own initializer, or the constructor.
-        tensor_plan: module pattern -> parallel style or word
-            (`parallelize.tensor_parallel`); required when the mesh has a tensor axis.
-        broadcast_from: the rank that broadcasts its weights and buffers at the start. The other
-            ranks may hold any weights, or be on meta; they never hold the unsharded model. None: no
-            rank broadcasts.
+        init: ``init(module, name)`` initializes the direct parameters of ``module`` and may depend
+            only on its arguments. For each module it runs on one rank of a replica. Default: the
+            ``reset_parameters`` or ``_init_weights`` of the modules, or the constructor.
+        tensor_plan: module pattern -> ``ParallelStyle`` or its short name
+            (see `parallelize.tensor_parallel`); required when the mesh has a tensor axis.
+        broadcast_from: the rank that broadcasts its weights and buffers at the start. On the other
+            ranks the model may have other weights, or be on meta to save memory. These ranks
+            receive only pieces of the unsharded weights. None: no rank broadcasts.
         weights: for a model on meta. ``weights(model)`` is called once the model is sharded and has
             storage; it fills the tensors that it has values for and returns their FQNs. The other
             tensors are drawn from ``seed``.
         topology: the host of each rank, if known. None: the ranks exchange their hosts.
-        ignored: modules, or patterns of names. Their frozen parameters stay plain, replicated
-            tensors on every rank; see `parallelize.ignored`.
+        ignored: modules, or patterns of names. Their frozen parameters are not sharded: each rank
+            holds them as ``torch.Tensor``; see `parallelize.ignored`.
         conditional: name or pattern of a module that only some ranks run -> ``replicate``,
             ``root``, ``always`` or `parallel2d.Always`; see `parallelize.conditional`.
 
@@ -129,8 +130,8 @@ def parallelize(
     """
     check_arguments(model, mesh, config)
     config = config or ParallelConfig()
-    # Scripts choose parameter groups by attributes of parameters, and sharding replaces the
-    # parameters below.
+    # Sharding replaces the parameters. Their attributes are copied to the new parameters, because
+    # scripts choose parameter groups of the optimizer by them.
     attributes = {}
     for name, each in model.named_parameters():
         attributes[fqn_of(name)] = dict(vars(each))
@@ -140,7 +141,7 @@ def parallelize(
         source = WeightSource(
             model, seed=seed, init=init, broadcast_from=broadcast_from, given=weights
         )
-        # Called after `WeightSource`: if one rank broadcasts, `WeightSource` ties the same
+        # `resolve` comes after `WeightSource`: if one rank broadcasts, `WeightSource` ties the same
         # parameters on all ranks, and the layout depends on these ties.
         shape = mesh_shape(mesh)
         layout = resolve(
@@ -168,36 +169,37 @@ def model_sharded_context(
     init: Initializer | None = None,
     tensor_plan: Mapping[str, object] | Callable[[nn.Module], Mapping[str, object]] | None = None,
 ) -> Iterator[None]:
-    """Build modules without weights inside, and parallelize them over ``mesh`` at the end.
+    """Build the modules of the body on meta, and parallelize them over ``mesh`` at its end.
 
-    Collective. At the end each outermost module with parameters is parallelized. ::
+    Collective. The end of the body parallelizes each outermost module that has parameters. ::
 
         with model_sharded_context(mesh, ParallelConfig("hybrid"), seed=0):
             model = MyModel(...)
         optimizer = build_optimizer(model, ...)
 
-    A module that is built and dropped inside, or becomes a child of another module, is not
-    outermost. If the body raises, nothing is parallelized.
+    A module is not outermost if the body frees it or makes it a child of another module. If the
+    body raises, nothing is parallelized.
 
     Args:
         mesh: see `parallelize`.
         config: see `parallelize`; the same for every outermost module.
-        seed: the first outermost module draws from ``seed``. Each further module draws from a seed
-            derived from ``seed`` and its number, and a copy draws the weights of its original.
+        seed: seed of the first outermost module. Each further outermost module has a seed derived
+            from ``seed`` and its number, but a deep copy gets the weights of its original.
         init: see `parallelize`; the same for every outermost module. It is called after the
-            context, so ``lambda module, name: model.init_weights(module, name)`` may name a model
-            that is built inside.
+            body, so ``lambda module, name: model.init_weights(module, name)`` may refer to a
+            ``model`` that the body builds.
         tensor_plan: see `parallelize`, or a function of the module that returns the plan, because
             the module does not exist before the context.
 
     Raises:
-        ConfigError: no module with parameters was built inside; a module holds weights that are not
-            on meta (built outside); or any error of `parallelize`. With several outermost modules,
-            the modules before the refused module are parallelized by then.
+        ConfigError: the body built no module with parameters; a module holds weights that are not
+            on meta, because they were built before the context; or any error of `parallelize`. If
+            `parallelize` raises for one of several outermost modules, the modules before it have
+            already been parallelized.
     """
     with build_on_meta() as built:
         yield
-    # A constructor may have been called twice.
+    # A constructor may have been called twice for one module.
     modules = dict.fromkeys(reference() for reference in built)
     inner: set[nn.Module] = set()
     for each in modules:
@@ -228,11 +230,11 @@ def apply_layout(
 ) -> ModelT:
     """Apply ``layout``, from `resolve` for this model and mesh, to ``model``.
 
-    This is the part of `parallelize` after `check`.
+    `parallelize` calls this function after its checks.
 
     Args:
         layout: the resolved layout.
-        model: the plain model, changed in place.
+        model: the model, not sharded yet; changed in place.
         mesh: the mesh of the sizes in ``layout``.
         source: the source of the weights.
         topology: the host of each rank.
@@ -241,8 +243,8 @@ def apply_layout(
     copy = copier(
         model, lambda twin, weights: apply_layout(layout, twin, mesh, weights, topology, seed)
     )
-    # Before the transforms for parameters that other models may share, and again after `_fill` for
-    # the parameters that the transforms have put in their places.
+    # The first call marks the original parameters, which other models may share. The second call,
+    # after `_fill`, marks the parameters that have replaced them.
     mark_sharded(model, layout.ignored)
     stacks = _transform(layout, model, mesh, source, topology, seed)
     _fill(layout, model, mesh, source, topology)
@@ -273,9 +275,9 @@ def apply_on_fake_tensors(
 ) -> nn.Module:
     """Apply ``layout`` to a ``model`` on meta, with tensors of ``fake`` instead of storage.
 
-    Shows the allocations of a layout. No misuse checks are installed.
+    The fake tensors show the allocations of the layout. No hooks against misuse are installed.
     """
-    # All tensors count as given, so that nothing is drawn.
+    # All tensors count as given, so that no weight is initialized.
     given = all_tensors(model)
     source = WeightSource(
         model, seed=0, init=lambda *_: None, broadcast_from=None, given=lambda _: given
@@ -295,7 +297,7 @@ def _transform(
     topology: Topology,
     seed: int,
 ) -> list[Stack]:
-    """Apply the transforms in their order. Return the stacks that a context axis splits."""
+    """Apply the transforms in their order. Return the `Stack`s that a context axis splits."""
     config = layout.config
     parameters = sharding_mesh(mesh)
     precision = Precision.of(config.precision, model)

@@ -1,7 +1,7 @@
 """Activation checkpointing: `checkpoint_activations`.
 
-A block's ``forward`` is replaced on the instance. Names of parameters do not change, and the
-sharding hooks, which run in ``Module.__call__``, stay outside of the recomputed code.
+The ``forward`` of each block instance is replaced. The names of parameters do not change, and the
+FSDP hooks, which run in ``Module.__call__``, stay outside of the recomputed code.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def checkpoint_activations(
 ) -> nn.Module:
     """Checkpoint every ``config.every``-th block.
 
-    ``config.blocks`` or ``config.policy``, if set, select other modules than ``blocks``.
-    ``config.name="budget"`` is applied by compilation, and ``"offload"`` by `offload_activations`.
-    Raises `ConfigError` when the model has no blocks, and for patterns that `saved_operators`
-    refuses.
+    ``config.blocks`` or ``config.policy``, if set, replaces ``blocks``. For the names ``none``,
+    ``budget`` (applied in `compile_blocks`) and ``offload`` (applied in `offload_activations`)
+    the model does not change. Raises `ConfigError` when the model has no blocks, and for patterns
+    that `saved_operators` refuses.
     """
     if config.name in ("none", "budget", "offload"):
         return model
     chosen = chosen_blocks(model, blocks, config)
     _without_cache(model)
-    # Reentrant checkpointing has no context_fn, which selects operators.
+    # Reentrant checkpointing has no context_fn, and selective checkpointing needs one.
     options: dict[str, Any] = {"use_reentrant": False}
     if config.name == "selective":
         policy = functools.partial(_keep, saved_operators(config.keep))
         options["context_fn"] = functools.partial(_contexts, policy)
     if config.name == "selective" and config.offloads:
-        # Without this, kept results would bypass the offload.
+        # Without this option, results saved by selective checkpointing would bypass the offload.
         options["respect_saved_tensors_hooks"] = True
     for name, block in chosen:
         block.forward = _checkpointed(name, block, options)
@@ -70,8 +70,8 @@ def checkpoint_activations(
 def _checkpointed(name: str, block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     """Return the checkpointed forward of ``block``.
 
-    Equal blocks share compiled code, because these functions contain no bound method and no
-    partial. torch.compile compiles a function again for other arguments of a partial.
+    The returned functions are closures, not bound methods or partials: torch.compile would compile
+    a partial again for each block, but blocks of one class can share the code of a closure.
     """
     given = vars(block).get("forward")
 
@@ -104,17 +104,21 @@ def chosen_blocks(
 def offload_activations(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: ActivationCheckpointingConfig
 ) -> None:
-    """Keep saved tensors of the selected blocks in host memory, if ``config`` says so.
+    """Move the saved tensors of the selected blocks to host memory, if ``config.offloads``.
 
-    Runs after the transforms that change the saved tensors: recomputation and compilation.
+    Call this after `checkpoint_activations` and `compile_blocks`, because they change which tensors
+    are saved.
     """
     if config.offloads:
         offload_blocks(chosen_blocks(model, blocks, config))
 
 
 def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of the block ``name``, in a checkpoint and in its recomputation."""
-    # Compiled blocks contain no changes in place.
+    """Run the forward of the block ``name``, and raise if it changes its arguments.
+
+    Called in the forward pass and in the recomputation.
+    """
+    # torch.compile replaces in-place operators, so compiled blocks need no check.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     modes = []
@@ -130,7 +134,7 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             objects.append(each)
     before = list(map(version_of, given)), list(map(_tensors_of, objects))
     output = forward(*args, **kwargs)
-    # Torch reports such a change only in the backward pass, and not for keyword arguments.
+    # torch reports an in-place change only in the backward pass, and not for keyword arguments.
     if before[0] != list(map(version_of, given)):
         raise RuntimeError(
             f"{name} changes an argument in place, and activation_checkpointing recomputes it from "
@@ -149,7 +153,8 @@ def _run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
-    """Return the tensors in an object, and in nested containers and objects, except modules."""
+    """Return the tensors in ``value``, down to ``depth`` nested containers or objects. Modules are
+    skipped."""
     if isinstance(value, Tensor):
         return [value]
     inner: Any = ()
@@ -166,8 +171,11 @@ def _tensors_of(value: Any, depth: int = 4) -> list[Tensor]:
 
 
 def _without_cache(model: nn.Module) -> None:
-    """Disable the key-value cache of transformers models in training: recomputed blocks would fill
-    it twice. transformers does the same for its own activation checkpointing."""
+    """Disable the key-value cache of transformers models in training.
+
+    Recomputed blocks would fill the cache twice. transformers also disables the cache for its own
+    activation checkpointing.
+    """
 
     def switch_off(position: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -187,9 +195,10 @@ def _without_cache(model: nn.Module) -> None:
 def _keep(
     kept: Collection[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """The policy of ``selective``, which torch calls for each operator that a block runs."""
+    """Policy of selective checkpointing. torch calls it for each operator that a block runs."""
     # The name of an operator ends with the name of its overload: aten::add.Tensor. An overload that
-    # writes to an argument must run again, because the recomputation needs the write.
+    # writes to an argument must run again, because later operators of the recomputation read the
+    # changed argument.
     if operator.name().partition(".")[0] in kept and not _is_mutable(operator):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -202,12 +211,12 @@ def _contexts(policy: Callable[..., CheckpointPolicy]) -> tuple[Any, Any]:
 
 
 class _KeepingMode(_CachingTorchDispatchMode):
-    """Keeps results as their operators have returned them.
+    """Dispatch mode of the forward that protects saved results from in-place changes.
 
-    torch keeps an alias of a result. If the block has only a view of the result, such as the output
-    of `F.linear` for three dims, torch misses an in-place change of the view: the recomputation
-    would then apply the change to the alias a second time. Therefore a result is copied before an
-    in-place change. The block then needs as much memory as without in-place changes.
+    torch saves an alias of the result of an operator. If the block changes the result in place,
+    the alias changes too, and the recomputation would apply the change to it a second time. torch
+    does not notice a change through a view of the result, such as the output of `F.linear` for
+    three dims. Therefore this mode copies a saved result before an in-place change.
     """
 
     block = ""  # name of the running block
@@ -221,8 +230,10 @@ class _KeepingMode(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _refuse_lost_gradients(self, operator: Any, args: Any) -> None:
-        """Raise RuntimeError for trained tensors: under any dispatch mode torch loses a part of the
-        gradients of operators that change many tensors in place (foreach)."""
+        """Raise RuntimeError if an in-place foreach operator changes tensors that require grad.
+
+        Under any dispatch mode torch loses a part of the gradients of these operators.
+        """
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensor_leaves(args)):
             raise RuntimeError(
                 f"{self.block} calls {operator.name().partition('::')[2]}, which has wrong "
@@ -231,12 +242,15 @@ class _KeepingMode(_CachingTorchDispatchMode):
             )
 
     def forget(self, outputs: Sequence[Tensor]) -> None:
-        """Do not keep results that are among the ``outputs`` of the block, because the caller may
-        change them. The recomputation usually ends before these results."""
+        """Recompute the results that share memory with the ``outputs`` of the block.
+
+        The caller may change the outputs in place, so their saved values may be wrong. This rarely
+        costs time, because the recomputation usually stops before it reaches the outputs.
+        """
         self._replace(outputs, lambda _: _RECOMPUTE)
 
     def _replace(self, tensors: Sequence[Tensor], replacement: Callable[[Any], Any]) -> None:
-        """Replace the kept results that share memory with ``tensors``."""
+        """Replace the saved results that share memory with ``tensors``."""
         storages = set(map(storage_of, tensors))
 
         def replace(result: Any) -> Any:
@@ -247,13 +261,14 @@ class _KeepingMode(_CachingTorchDispatchMode):
         for results in self.storage.values():
             for number, kept in results.items():
                 found = tree_map_only(_VersionWrapper, replace, kept)
-                # An operator with several results runs as a whole.
+                # If one result of an operator is recomputed, all its results are.
                 results[number] = _RECOMPUTE if _RECOMPUTE in tree_leaves(found) else found
 
 
 def _kept_tensor(result: _VersionWrapper) -> Any:
-    """Return the tensor of a kept result during the forward of its block."""
-    # Activation offload replaces the tensor by a handle, which still has the tensor.
+    """Return the tensor of a saved result during the forward of its block."""
+    # Activation offload replaces the tensor by a `SavedTensor`, which holds the tensor until the
+    # end of the forward.
     return result.val.tensor if isinstance(result.val, SavedTensor) else result.val
 
 
@@ -265,7 +280,7 @@ def _is_mutable(operator: Any) -> bool:
 
 
 def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors to which ``operator`` writes."""
+    """Return the arguments that ``operator`` changes in place."""
     found: list[Any] = []
     for position, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -275,12 +290,12 @@ def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
 
 
 def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig) -> nn.Module:
-    """Hide operators that run inside sharding hooks from selective checkpointing.
+    """Hide operators that run inside FSDP hooks from selective checkpointing.
 
-    torch matches the operators of recomputation with the operators of forward one by one. An FSDP
-    hook inside of a checkpointed block may run an all-gather in forward and find the parameters
-    unsharded in recomputation, or the other way round. The match therefore excludes the operators
-    of these hooks.
+    torch matches the operators of the recomputation with the operators of the forward one by one.
+    An FSDP hook inside of a checkpointed block may run an all-gather in only one of the two,
+    because the parameters may already be unsharded in the other. Therefore the operators of these
+    hooks must not take part in the match.
     """
     if config.name != "selective":
         return model
@@ -289,7 +304,7 @@ def select_without_hooks(model: nn.Module, config: ActivationCheckpointingConfig
         hooks_of_kind = [module._forward_pre_hooks, module._forward_hooks]
         for hooks in hooks_of_kind:
             for key, hook in hooks.items():
-                # Other hooks, also user hooks, belong to the recomputed code.
+                # All other hooks, including user hooks, belong to the recomputed code.
                 if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
                     hooks[key] = functools.partial(_call_hidden, hook)
     return model
@@ -308,16 +323,17 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
     """Return the full names (``aten::mm``) of the operators that match ``patterns``.
 
     A pattern such as ``mm`` or ``scaled_dot_product_*`` matches torch's own operators and its
-    functional collectives, with or without leading underscores in their names. Other operators are
-    named in full (``namespace::name``). Raises `ConfigError` for a pattern without a match, with
-    near names, and for a pattern that matches only composite operators.
+    functional collectives; leading underscores of their names may be omitted. Patterns for other
+    operators need the namespace (``namespace::name``). Raises `ConfigError` for a pattern without a
+    match (the message names similar operators), and for a pattern that matches only composite or
+    in-place operators.
     """
     found: set[str] = set()
     operators = _operators()
     for pattern in patterns:
         names = fnmatch.filter(operators, pattern)
         if not names:
-            # Up to three, because several names may be one or two letters away from the pattern.
+            # The message names up to three operators, because several may be close to the pattern.
             near = nearest_matches(pattern.replace("*", ""), operators)
             advice = "use the names of torch.ops.aten, such as mm"
             if near:
@@ -326,7 +342,7 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
                 f"activation_checkpointing.keep: no operator is called {pattern}; {advice}"
             )
         matches = chain.from_iterable(operators[name] for name in names)
-        # Operators with a trailing underscore in their name change an argument.
+        # A trailing underscore in a name marks an in-place operator.
         visible = set()
         for name in matches:
             if not (name.endswith("_") or _is_composite(name)):
@@ -346,7 +362,8 @@ def saved_operators(patterns: Sequence[str]) -> frozenset[str]:
 
 def _is_composite(full: str) -> bool:
     """Return True if the operator ``full`` is always decomposed into other operators."""
-    # torch generates overloads with an `out` argument differently, and blocks do not call them.
+    # Overloads with an `out` argument are skipped: torch generates them without the composite
+    # kernel, and blocks do not call them.
     overloads = [name for name in _overloads()[full] if not name.endswith("out")]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(overloads) and all(has_kernel(name, _COMPOSITE) for name in overloads)
@@ -364,7 +381,8 @@ def _overloads() -> dict[str, list[str]]:
 @functools.cache
 def _operators() -> dict[str, list[str]]:
     """Map the names that a pattern can match to the full names of operators."""
-    # Overloads, such as aten::add.Tensor and aten::add.Scalar, are kept or recomputed together.
+    # One full name stands for all overloads (aten::add.Tensor, aten::add.Scalar), which are saved
+    # or recomputed together.
     found: dict[str, list[str]] = defaultdict(list)
     for full in sorted(_overloads()):
         namespace, _, name = full.partition("::")

@@ -1,18 +1,18 @@
-"""Activation offload: `offload_blocks` keeps saved tensors of blocks in host memory.
+"""Activation offload: `offload_blocks` moves the saved tensors of blocks to host memory.
 
 [Note: stream order of offload] Each forward of a block is one `_Region`. The saved tensors of a
-region stay on the device until its forward ends. The forward of the next region issues their copies
-to pinned memory on a side stream, computes, and makes the compute stream wait for the copies before
-it drops the device memory. So copies overlap with compute, at most two regions are on the device,
-memory is freed without ``record_stream``, and the last region, which backward reads first, is not
-copied. In backward the first access to a region waits for its copies to the device, and issues the
-copies of the region before it. Buffers are allocated on the compute stream, which the side stream
-waits for first.
+region stay on the device until its forward ends. At the start of the next region's forward, a side
+stream begins to copy them to pinned memory. At the end of that forward, the compute stream waits
+for the copies and the device memory is freed. Therefore the copies overlap with compute, the device
+holds at most two regions, and memory is freed without ``record_stream``. The last region, which
+backward reads first, is not copied. In backward the first access to a region waits for its copies
+to the device, and starts the copies of the previous region. Buffers are allocated on the compute
+stream, and the side stream waits for the compute stream before it copies.
 
 A tensor that changes in place between its save and the end of its copy is an error in backward, as
-without offload. Parameters and buffers stay on the device: sharding frees and gathers them.
-Arguments without a gradient, such as masks and rotary tables, also stay, because all blocks share
-them.
+without offload. Parameters and buffers are not offloaded: FSDP frees and all-gathers parameters.
+Arguments without a gradient, such as masks and rotary tables, also stay on the device, because all
+blocks share them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIN_BYTES = 4096
 
 
 def offload_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> None:
-    """Keep tensors that ``blocks`` save for backward in host memory."""
+    """Offload the tensors that ``blocks`` save for backward to host memory."""
     offloader = _Offloader()
     for name, block in blocks:
         block.forward = functools.partial(_run, offloader, name, block, block.forward)
@@ -86,7 +86,10 @@ class _Offloader:
 
 
 class _Memory:
-    """One storage with saved tensors, as bytes. The saved tensors in it keep it alive."""
+    """The bytes of one storage that contains saved tensors, on the device or in host memory.
+
+    The `SavedTensor`s of this storage keep the object alive.
+    """
 
     def __init__(self, device: Tensor) -> None:
         self.device: Tensor | None = device
@@ -99,8 +102,9 @@ class SavedTensor:
     def __init__(self, region: _Region, tensor: Tensor, memory: _Memory) -> None:
         self.region = region
         self.memory = memory
-        # A detached alias of the tensor: a node that saves its own output would otherwise form a
-        # reference cycle. The alias shares the version of ``tensor``. None after the copy.
+        # A detached alias, which shares the version counter of ``tensor``. ``tensor`` itself would
+        # form a reference cycle if an autograd node saves its output. None after the copy to the
+        # host.
         self.tensor: Tensor | None = tensor.detach()
         self._version = version_of(tensor)
         self._spec = tensor._spec if isinstance(tensor, DTensor) else None
@@ -109,7 +113,7 @@ class SavedTensor:
         self._is_changed = False
 
     def check(self) -> None:
-        """Note if the tensor has changed since it was saved."""
+        """Set ``_is_changed`` if the tensor was changed in place since it was saved."""
         if self.tensor is not None and version_of(self.tensor) != self._version:
             self._is_changed = True
 
@@ -147,7 +151,8 @@ class _Region:
         self._offloader = offloader
         self._block = block
         self._shared = shared
-        # Only the autograd graph keeps both alive. A storage that is in use has a unique number.
+        # Weak references: only the autograd graph keeps the saved tensors and their memory alive.
+        # The key of a memory is `storage_of`, which is unique among live storages.
         self._saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._memories: weakref.WeakValueDictionary[int | None, _Memory]
         self._memories = weakref.WeakValueDictionary()
@@ -156,7 +161,7 @@ class _Region:
         self._is_fetching = False
 
     def pack(self, tensor: Tensor) -> SavedTensor | Tensor:
-        """Return ``tensor`` itself if it stays on the device."""
+        """Return a `SavedTensor` for ``tensor``, or ``tensor`` if it must stay on the device."""
         part = part_of(tensor)
         if type(part) is not Tensor or not _is_plain(part):
             return tensor
@@ -165,7 +170,8 @@ class _Region:
         number = storage_of(part)
         if part.untyped_storage().nbytes() < MIN_BYTES or number in self._shared:
             return tensor
-        # Groups inside the block may have gathered their parameters since the start of the block.
+        # Read the parameters now: FSDP groups inside the block may have all-gathered theirs since
+        # the block started.
         kept = chain(self._block.parameters(), self._block.buffers())
         if any(storage_of(each) == number for each in kept):
             return tensor
@@ -179,7 +185,7 @@ class _Region:
         return saved
 
     def send(self) -> None:
-        """Issue the copies to the host."""
+        """Start the copies to the host."""
         self._sent = [each for each in self._memories.values() if each.host is None]
         if not self._sent:
             return
@@ -196,7 +202,7 @@ class _Region:
                 memory.host.copy_(memory.device, non_blocking=True)
 
     def release(self) -> None:
-        """Drop the memory on the device after its copies."""
+        """Wait for the copies to the host on the compute stream, and free the device memory."""
         if not self._sent:
             return
         side = self._offloader.stream(self._device_type)
@@ -209,7 +215,7 @@ class _Region:
         self._sent = []
 
     def fetch(self) -> None:
-        """Make the memory available on the device, and begin to fetch the previous region."""
+        """Make this region available on the device, and start the copies of the previous region."""
         self._prefetch()
         if not self._is_fetching:
             return
@@ -221,14 +227,14 @@ class _Region:
             before._prefetch()
 
     def __del__(self) -> None:
-        # The graph was freed without a backward pass through the block: the memory must not be
-        # used again before the copies that fill it.
+        # The graph was freed before backward read this region. The allocator must not reuse the
+        # device memory before the copies into it have ended.
         if self._is_fetching:
             side = self._offloader.stream(self._device_type)
             current_stream(self._device_type).wait_stream(side)
 
     def _prefetch(self) -> None:
-        """Issue the copies to the device."""
+        """Start the copies to the device."""
         missing = []
         for each in self._memories.values():
             if each.device is None:
@@ -249,7 +255,7 @@ class _Region:
 
 
 def _is_plain(part: Tensor) -> bool:
-    """True for a tensor that its storage, dtype, offset, size and stride describe completely."""
+    """True if storage, dtype, offset, size and stride describe ``part`` completely."""
     if isinstance(part, FakeTensor) or part.device.type == "meta" or part.layout != torch.strided:
         return False
     return not (part.is_conj() or part.is_neg() or part.is_inference())

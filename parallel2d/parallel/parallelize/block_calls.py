@@ -1,7 +1,8 @@
 """Calls of modules that have hooks of `fully_shard`: `prepare_block_calls`.
 
 A direct call of ``module.forward`` becomes a call of the module, so that hooks all-gather its
-parameters. A call of another method, which gathers nothing, gets an error that names the remedy.
+parameters. Other methods do not run these hooks. If a method fails because the parameters are
+sharded, the error names the remedy.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from parallel2d.parallel.sync.engine.replica_reducer import engine_of
 from parallel2d.parallel.weights.unsharded_tensors import sharded_modules
 
 MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message
-# Part of torch's error for an in-place change of an argument of a module: hooks make a view of the
-# argument
+# Part of torch's error if a module changes an argument in place: FSDP hooks have replaced the
+# argument by a view.
 _CHANGED_VIEW = "RegisterPostBackwardFunction is a view and is being modified inplace"
 
 
 class MixedTensorsError(RuntimeError):
-    """An operation with a plain tensor and a sharded tensor."""
+    """An operation received both a ``torch.Tensor`` and a sharded `DTensor`."""
 
 
 def prepare_block_calls(model: nn.Module) -> None:
@@ -40,7 +41,10 @@ def prepare_block_calls(model: nn.Module) -> None:
 
 
 def _explain_methods(module: nn.Module, name: str) -> None:
-    """Wrap the public methods of the class that defines the ``forward`` of ``module``."""
+    """Wrap the public methods of ``module``, so that their errors name the remedy.
+
+    Only methods of the class that defines ``forward`` are wrapped.
+    """
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     for method, function in vars(owner).items():
         is_public = not method.startswith("_") and method != "forward"
@@ -58,8 +62,8 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
             return call(*args, **kwargs)
         except RuntimeError as error:
             is_mixed = isinstance(error, MixedTensorsError) or MIXED in str(error)
-            # Inside a forward of the module its parameters are unsharded, so the error has another
-            # cause.
+            # During the forward of the module its parameters are unsharded, so the error has
+            # another cause.
             if runs_forward(module) or not is_mixed:
                 raise
             raise RuntimeError(
@@ -75,15 +79,20 @@ def _explained(module: nn.Module, name: str, method: str) -> Callable[..., Any]:
 def _watch_calls(module: nn.Module, name: str, root: nn.Module, is_alone: bool) -> None:
     """Turn ``module.forward(x)`` into ``module(x)``, so that hooks all-gather the parameters.
 
-    A call before the first forward of ``root`` raises RuntimeError. ``is_alone``: True if no other
-    module is in its group of parameters, whose forward would be one forward for `fully_shard`.
+    A call before the first forward of ``root`` raises RuntimeError.
+
+    Args:
+        module: the module, which has hooks of `fully_shard`.
+        name: FQN of the module.
+        root: the model.
+        is_alone: True if no other module shares the FSDP group of ``module``.
     """
     # The arguments of the calls that are running, innermost last
     given: list[Any] = []
     forward = module.forward
 
     def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        # After the first forward of the model its modules may be called directly.
+        # FSDP allows direct calls of a submodule only after the first forward of the model.
         if module is not root and not (runs_forward(root) or engine_of(root).has_run):
             raise RuntimeError(
                 f"{name} was called before the model that it is a part of: call the model first, "
@@ -93,9 +102,9 @@ def _watch_calls(module: nn.Module, name: str, root: nn.Module, is_alone: bool) 
         given.append({**dict(enumerate(args)), **kwargs})
 
     def restore(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # FSDP's pre-forward hook turns a tensor that is passed twice into two tensors, but not
-        # while activations are recomputed. Attention takes another path if query, key and value are
-        # the same tensor, so the identity is restored here.
+        # FSDP's pre-forward hook turns a tensor that is passed twice into two tensors, but only in
+        # the forward pass and not in its recomputation. This hook makes them one tensor again,
+        # because attention runs other operators if query, key and value are the same tensor.
         received = {**dict(enumerate(args)), **kwargs}
         first: dict[int, Any] = {}
         for key, value in given[-1].items():

@@ -1,7 +1,7 @@
-"""Group modules into buckets: `bucket_modules`.
+"""Assign modules to FSDP groups (buckets): `bucket_modules`.
 
-The parameters of one group share one all-gather and one reduce-scatter. Parameters outside of all
-groups belong to the root's group.
+The parameters of one group share one all-gather and one reduce-scatter. Parameters that belong to
+no group belong to the root's group.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def bucket_modules(
         blocks: (name, module) of its repeated blocks.
         config: the bucketing policy.
         stored: storage dtype of each parameter that will not keep its current dtype.
-        apart: ids of modules that form a group each under every policy. Modules with only complex
-            parameters also form a group each, in a model that has real parameters.
+        apart: ids of modules that each form a separate group under every policy. If the model has
+            real-valued parameters, each module with only complex parameters also forms a separate
+            group.
         conditional: settings of modules that only some ranks run.
 
     Raises:
@@ -71,9 +72,10 @@ def bucket_modules(
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
-    """Return ids of modules with only complex trained parameters.
+    """Return the ids of modules whose trained parameters are all complex.
 
-    Empty if the whole model is complex: one group has one dtype.
+    These modules need separate groups because a group has one dtype. Empty if all trained
+    parameters of the model are complex.
     """
     trained = []
     for parameter in model.parameters():
@@ -99,13 +101,13 @@ def _groups_by_policy(
     config: BucketingConfig,
     stored: Mapping[nn.Parameter, torch.dtype],
 ) -> list[list[nn.Module]]:
-    """Return the groups that ``config`` names, before tied parameters are considered."""
+    """Return the groups of the policy ``config.name``, before groups with tied parameters merge."""
     if config.name == "block" and blocks:
         found: list[list[nn.Module]] = []
         for _, block in blocks:
             found.append([block])
         return found
-    # The root, with an empty name, is in none of these groups: `fully_shard` takes it last.
+    # The root (with an empty name) is left out, because `fully_shard` is applied to it last.
     owners = []
     for name, module in owning_modules(model):
         if name:
@@ -136,8 +138,9 @@ def _by_size(
 ) -> list[list[nn.Module]]:
     """Group consecutive modules up to ``size_mib``.
 
-    Members of a group must not contain each other, so only owners without an owner inside are
-    members. Parameters that a module around them owns go to the root's group.
+    Modules of one group must not contain each other. Therefore only modules without another owner
+    of parameters below them are grouped. Direct parameters of the modules around them go to the
+    root's group.
     """
     limit = size_mib * 2**20
     containers = set()
@@ -159,24 +162,24 @@ def _by_size(
             filled = 0
         groups[-1].append(module)
         filled += size
-    # One group would hold the whole model, like the root's group.
+    # A single group would equal the root's group, so no group is needed.
     if len(groups) == 1:
         return []
     return groups
 
 
 def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn.Module]]:
-    """Join groups that share a parameter.
+    """Merge groups that share a parameter.
 
-    A group that shares a parameter with the root's group is dissolved into the root's group.
+    A group that shares a parameter with the root's group is merged into the root's group.
     """
-    # Index of a group -> index of the group that it is joined to.
+    # Index of a group -> index of the group into which it is merged.
     target = {_ROOT: _ROOT}
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
         target[index] = index
         group_of |= {id(module): index for module in group}
-    # Name of a module -> its group, or the group of the nearest module around it.
+    # Name of a module -> index of its group. A module without a group has its parent's group.
     around: dict[str, int] = {}
     holders: dict[nn.Parameter, set[int]] = defaultdict(set)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -185,7 +188,7 @@ def _merge_tied(model: nn.Module, groups: list[list[nn.Module]]) -> list[list[nn
         for _, parameter in direct_parameters(module):
             holders[parameter].add(around[name])
     for sharing in holders.values():
-        # All groups with one target move together, so that earlier joins stay intact.
+        # Groups that were merged before have one target and move together.
         joining = {target[each] for each in sharing}
         first = min(joining)
         for index, current in target.items():
@@ -205,9 +208,9 @@ def _check_separate(
     separate: Collection[int],
     fp32: Collection[int],
 ) -> None:
-    """Raise `ConfigError` for a module of ``separate`` that was joined to another module.
+    """Raise `ConfigError` if a module of ``separate`` is in a group with another module.
 
-    ``fp32``: ids of the modules that the user chose by ``precision.fp32_modules``.
+    ``fp32`` holds the ids of the modules in ``precision.fp32_modules``.
     """
     alone = set()
     for group in groups:

@@ -5,26 +5,28 @@ of parameters together, so all ranks must run the same groups in the same order.
 selects blocks by its data may violate this on some ranks. torch then pairs collectives of different
 groups: silently if their sizes are equal, otherwise with a hang or an abort.
 
-Each rank therefore enters its next collective in shared memory first, and issues it only if no
-other rank has entered a different collective at this position. If one has, the rank leaves a mark,
-joins with zeros the collectives that others have already issued, so that none of them waits
-forever, and raises. The other ranks see the mark at their next entry and do the same. In the end
-all ranks have issued the same collectives, and the process group remains usable.
+Therefore each rank first writes an *entry* for its next collective to shared memory. The rank
+issues the collective only if no other rank has written a different entry at this position. If
+another rank has, this rank writes a *mark* to shared memory. It then joins, with zeros, the
+collectives that other ranks have already issued, so that none of them waits forever, and raises.
+The other ranks see the mark at their next entry and do the same. In the end all ranks have issued
+the same collectives, and the process group remains usable.
 
-Outside of a step, ranks first meet at a *point* of the script (`CollectiveOrder.meet`): before they
-gather or load a state, save a checkpoint, or reduce a value. A point is an entry without a
-collective, at which a rank waits for the other ranks. If a rank evaluates one batch more than the
-others, the error names this rank before its all-gathers are paired with other collectives.
+Outside of a step, ranks first wait for each other at a *point* of the script
+(`CollectiveOrder.meet`): before they gather or load a state, save a checkpoint, or reduce a value.
+A point is an entry without a collective. If a rank evaluates one batch more than the others, the
+error names this rank before its all-gathers are paired with other collectives.
 
 The protocol has no lock. Each rank writes only its own cells, by single stores of 8 bytes, and
-memory barriers order its write before its reads of the other cells. Of two ranks with different
-entries, at least one therefore reads the entry of the other. For the same reason a rank that is
-about to issue either reads a mark, or the rank that left the mark reads the entry and waits until
-the entry counts as issued or is withdrawn.
+memory barriers order its write before its reads of the other cells. Therefore, if two ranks write
+different entries, at least one of them reads the entry of the other. For the same reason, if a rank
+writes an entry while another rank writes a mark, one of two cases holds: the first rank reads the
+mark, or the second rank reads the entry and waits until it is issued or withdrawn.
 
 Ranks without shared memory, for example on several hosts, keep a hash of their collectives and
-compare it at the end of each backward pass. If collectives of different sizes were paired before,
-gloo ends the process and NCCL waits for its timeout; `TORCH_DISTRIBUTED_DEBUG=DETAIL` names both.
+compare it at the end of each backward pass. If collectives of different sizes are paired before
+that comparison, gloo ends the process and NCCL waits for its timeout;
+`TORCH_DISTRIBUTED_DEBUG=DETAIL` then names both collectives.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ from parallel2d.parallel.parallelize.reduce_scatter import END, VERBS, join
 
 log = logging.getLogger(__name__)
 
-# The entries without a collective. Ranks at a point of a model notify the other replicas of a
-# difference; see `ReplicaReducer.abandon`.
+# Points: entries without a collective. If ranks differ at one of these points of a model, they
+# notify the other replicas; see `ReplicaReducer.abandon`.
 _POINTS_OF_MODELS = (
     "ends its backward pass",
     "gathers a state",
@@ -71,10 +73,10 @@ PATIENCE_S = 5.0
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 # Rows of the shared memory. Each row has one cell per rank:
-# * the number of issued collectives;
-# * three rows for the difference that the rank has found: its own code, the other rank, the code of
-#   the other rank;
-# * the number of this error;
+# * the number of collectives that the rank has issued;
+# * three rows for the difference that the rank has found: the code of this rank's entry, the other
+#   rank, the code of the other rank's entry;
+# * the mark: the number of this error;
 # * RING rows of entries, and RING rows of their sizes.
 _ISSUED, _CODE, _OTHER, _OTHER_CODE, _MARK, _ENTRIES = range(6)
 _SIZES = _ENTRIES + RING
@@ -82,11 +84,14 @@ _TAG, _CODES = 36, (1 << 36) - 1  # position of the tag in an entry; mask of the
 
 
 class CollectiveOrder:
-    """Checks the order of the collectives of one shard group, for all models on this group. `of`
-    builds it."""
+    """Checks the order of the collectives of one shard group, for all models on this group.
+
+    Use `CollectiveOrder.of` to build the object.
+    """
 
     def __init__(self, group: dist.ProcessGroup, one_host: bool, device_type: str) -> None:
-        self._group = weakref.ref(group)  # weak: the group is the key under which `of` keeps this
+        # Weak, because `_orders` maps the group weakly to this object.
+        self._group = weakref.ref(group)
         self._device_type = device_type
         self._ranks = dist.get_process_group_ranks(group)
         self._own = group.rank()
@@ -94,9 +99,9 @@ class CollectiveOrder:
         memory = shared_memory(group, 8 * group.size() * (_SIZES + RING)) if one_host else None
         self.shares_memory = memory is not None
         self._cells = memoryview(memory or b"").cast("q")
-        # Python's only memory barrier. No other thread takes this lock, so it never blocks.
+        # The lock serves as a memory barrier. No other thread takes it, so it never blocks.
         self._barrier = threading.Lock()
-        self._issued = 0  # collectives of this rank
+        self._issued = 0  # number of entries that this rank has issued
         self._error = 1  # number of the next error
         # The points of the script in the last difference
         self._points: set[str] = set()
@@ -107,7 +112,7 @@ class CollectiveOrder:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, one_host: bool, device_type: str) -> CollectiveOrder:
-        """Return the object of ``group``, built in the first call. Collective over the group.
+        """Return the `CollectiveOrder` of ``group``; the first call builds it, collectively.
 
         Args:
             group: the process group of the shard axis.
@@ -122,7 +127,7 @@ class CollectiveOrder:
         return _orders[group]
 
     def add_model(self, names: Sequence[str]) -> int:
-        """Register a model with groups of these names. Return its number, equal on every rank."""
+        """Register a model whose FSDP groups have these ``names``. Return the model's number."""
         self._models.append(names)
         return len(self._models) - 1
 
@@ -153,7 +158,8 @@ class CollectiveOrder:
             # A rank that has not reached this position has an older tag in its cell.
             if may_issue and entry >> _TAG == tag and entry != tag << _TAG | code:
                 may_issue = False
-                # The mark is written last: it makes the three cells of the difference valid.
+                # The mark is written last, so that a rank that reads it finds the other three cells
+                # complete.
                 for row, value in enumerate((code, rank, entry & _CODES, self._error), _CODE):
                     self._write(row, value)
         if not may_issue:
@@ -163,11 +169,11 @@ class CollectiveOrder:
         self._write(_ISSUED, self._issued)
 
     def meet(self, point: str) -> None:
-        """Wait until all ranks have come to ``point``, one of `_POINTS`.
+        """Wait until all ranks have reached ``point``, one of `_POINTS`.
 
         Raises:
-            ConfigError: another rank does something else.
-            TimeoutError: ranks are late.
+            ConfigError: another rank has entered a collective or another point.
+            TimeoutError: a rank has not reached the point within the timeout.
         """
         meet_in([self], point)
 
@@ -176,13 +182,15 @@ class CollectiveOrder:
         self.enter(0, _POINTS.index(point), END)
 
     def late_ranks(self) -> list[int]:
-        """Return the ranks that have not come to this rank's position. Raises `ConfigError` if a
-        rank has found a difference."""
+        """Return the ranks that have not reached this rank's position.
+
+        Raises `ConfigError` if a rank has found a difference.
+        """
         if not self.shares_memory:
             return []
         issued = self._row(_ISSUED)
-        # Read the marks after the positions: a rank that has left a mark may have joined the
-        # collectives of other ranks since.
+        # Read the marks after the positions: a rank that has written a mark also advances its
+        # position, because it joins the collectives of other ranks.
         if self._error in self._row(_MARK):
             raise ConfigError(self._join_others())
         arrived = zip(self._ranks, issued, strict=True)
@@ -193,14 +201,17 @@ class CollectiveOrder:
         return ranks
 
     def withdraw_point(self) -> None:
-        """Undo `enter_point`, unless all ranks have come to the point."""
+        """Undo `enter_point`, unless all ranks have reached the point."""
         if self.shares_memory and min(self._row(_ISSUED)) < self._issued:
             self._issued -= 1
             self._write(_ISSUED, self._issued)
             self._write(_ENTRIES + self._issued % RING, 0)
 
     def leave(self) -> None:
-        """Enter that this rank leaves. Ranks with another entry at this position raise an error."""
+        """Enter the point at which this rank leaves the process group.
+
+        Ranks with a different entry at this position raise an error.
+        """
         if not self.shares_memory or self._group() is None:
             return
         try:
@@ -210,7 +221,7 @@ class CollectiveOrder:
 
     @property
     def differs_at_point(self) -> bool:
-        """True if the last difference was found outside of a step."""
+        """True if the last difference involved a point of the script, outside of a step."""
         return bool(self._points)
 
     @property
@@ -223,31 +234,32 @@ class CollectiveOrder:
         self.enter(0, 0, END)
 
     def acknowledge(self) -> None:
-        """Allow further collectives, once all ranks of the group know of an error."""
+        """Allow further collectives. Call this once all ranks of the group know of the error."""
         self._error += 1
 
     def digest(self) -> int:
-        """Return 32 bits over the collectives since the last call; 0 if `enter` compares them."""
+        """Return a 32-bit hash of the collectives since the last call; 0 with shared memory."""
         digest, self._hash = self._hash, 0
         self._compared, self._recent = self._recent, deque(maxlen=4 * RING)
         return digest
 
     def differing_on_other_hosts(self) -> str:
-        """Return the message for digests that differ. Collective over the group."""
-        # A rank that issued fewer collectives counts as being at the end of its backward pass.
+        """Return the error message after the digests have differed. Collective over the group."""
+        # A rank with fewer collectives is reported as being at the end of its backward pass.
         for codes in zip_longest(*all_gather(list(self._compared), self._group()), fillvalue=END):
             for rank, code in enumerate(codes):
                 if code != codes[0]:
                     return self._message(rank, code, 0, codes[0])
-        # The lists may agree although the digests differ, because they hold only the last codes.
+        # The lists hold only the last codes, so they may be equal although the digests differ.
         return "ranks of a shard group issued different collectives"
 
     def _join_others(self) -> str:
-        """Join the collectives that other ranks have issued. Return the message of all ranks."""
+        """Join the collectives that other ranks have issued. Return the error message, which is the
+        same on all ranks."""
         deadline = time.monotonic() + PATIENCE_S
         while self._others_decide() and time.monotonic() < deadline:
             time.sleep(0)
-        # Several ranks may have found a difference; all ranks report the first rank's.
+        # Several ranks may have found a difference. All ranks report that of the lowest rank.
         finder = self._row(_MARK).index(self._error)
         issued = self._row(_ISSUED)
         furthest = issued.index(max(issued))
@@ -291,8 +303,8 @@ class CollectiveOrder:
         return tag
 
     def _tag(self, position: int) -> int:
-        """Return 27 bits, never all zero, that distinguish an entry from older entries in its
-        cell."""
+        """Return a tag of 27 bits, which differs from the tags of older entries in the same cell.
+        The tag is never zero, the value of an empty cell."""
         return (self._error % 127 + 1) << 20 | position % (1 << 20)
 
     def _message(self, rank: int, code: int, other: int, other_code: int) -> str:
@@ -321,20 +333,21 @@ class CollectiveOrder:
         return VERBS[code & 3].format(self._models[code >> 22][code >> 8 & 0x3FFF])
 
 
-# A process group frees its order, and with it the shared memory.
+# The keys are weak: when a process group is freed, its `CollectiveOrder` and the shared memory are
+# freed too.
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
 
 
 def meet_in(orders: Sequence[CollectiveOrder], point: str) -> None:
-    """Wait until the ranks of all ``orders`` have come to ``point``, one of `_POINTS`.
+    """Wait until the ranks of all ``orders`` have reached ``point``, one of `_POINTS`.
 
-    This rank enters the point in each order before it waits in any. Otherwise it could wait in one
-    order for a rank that waits for it in a collective of another order, where no entry of this rank
-    would show the difference.
+    This rank enters the point in every shard group before it waits in any of them. Otherwise it
+    could wait in one group for a rank that itself waits for this rank in a collective of another
+    group. In that other group, no entry of this rank would then show the difference.
 
     Raises:
-        ConfigError: another rank does something else.
-        TimeoutError: ranks are late.
+        ConfigError: another rank has entered a collective or another point.
+        TimeoutError: a rank has not reached the point within the timeout.
     """
     deadline = time.monotonic() + seconds_to_wait()
     entered: list[CollectiveOrder] = []
@@ -347,8 +360,8 @@ def meet_in(orders: Sequence[CollectiveOrder], point: str) -> None:
                     entered.append(order)
                 late += order.late_ranks()
             except ConfigError:
-                # The error has aligned the ranks of this order. In the other orders, ranks that
-                # reach another point next must not find an entry of this point.
+                # The error has aligned the ranks of this group. In the other groups the entry must
+                # be withdrawn, because the next point of their ranks may be a different one.
                 for other in entered:
                     if other is not order:
                         other.withdraw_point()
@@ -364,7 +377,7 @@ def meet_in(orders: Sequence[CollectiveOrder], point: str) -> None:
 
 
 def _meet(point: str) -> None:
-    """Meet in all shard groups of this rank, before a collective that belongs to no model."""
+    """Meet in all shard groups of this process, before a collective that belongs to no model."""
     meet_in(list(_orders.values()), point)
 
 
@@ -375,10 +388,10 @@ def _leave() -> None:
 
 @functools.cache
 def _leave_at_exit() -> None:
-    """Have ranks enter that they leave when a script ends without `teardown`."""
+    """Register `_leave` for scripts that end without `teardown`."""
 
     def leave_after_success() -> None:
-        # Python sets it for an error that ends a script.
+        # Python sets `sys.last_value` if an uncaught error ends the script.
         if not hasattr(sys, "last_value"):
             _leave()
 

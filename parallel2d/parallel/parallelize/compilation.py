@@ -1,6 +1,7 @@
 """Compile each repeated block separately: `compile_blocks`.
 
-Compilation is short, and all equal blocks share one compiled function.
+Compilation time does not grow with the number of blocks, because blocks of the same class and
+shapes share compiled code.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def compile_blocks(
     Args:
         blocks: names and modules.
         config: the compilation settings.
-        memory_budget: share of a block's activations that may be saved for backward. None: the
-            compiler recomputes only activations that cost no time.
-        intercepts: True if the blocks redirect their calls of attention, for a context axis. Each
-            block is then compiled as one graph, or not at all.
+        memory_budget: fraction of a block's activations that may be saved for backward. None: the
+            compiler recomputes only activations whose recomputation costs no time.
+        intercepts: True if the mesh has a context axis, so that the blocks redirect their calls of
+            attention. Each block is then compiled as one graph, or not compiled.
     """
     if config.name == "none":
         return
@@ -58,13 +59,16 @@ def compile_blocks(
         backend = _of_intercepted(backend)
     kind = _OneGraphForward if intercepts else _CompiledForward
     for name, block in blocks:
-        # On the instance: hooks run in the module's call, outside of the compiled code.
+        # Replace `forward` of the instance and not the module's call: the call runs FSDP hooks,
+        # which must stay outside of the compiled code.
         block.forward = kind(name, block.forward, backend)
 
 
 class _CompiledForward:
-    """The compiled ``forward`` of the block ``name``. Logs graph breaks of the first call, each
-    cause once per process."""
+    """The compiled ``forward`` of the block ``name``.
+
+    The first call logs the graph breaks that no other block of the process has logged.
+    """
 
     _fullgraph = False
 
@@ -75,14 +79,14 @@ class _CompiledForward:
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The output of a tensor-parallel layer wraps the tensor that its collective fills.
-        # torch.compile replaces this wrapper by the inner tensor, which has a separate autograd
-        # history: gradients would omit the layer's conversion from DTensor.
+        # The output of a tensor-parallel layer may be an `AsyncCollectiveTensor`, a wrapper around
+        # the output of its collective. torch.compile would replace the wrapper by the inner tensor.
+        # The inner tensor lacks the last autograd node of the layer, so gradients would be wrong.
         args, kwargs = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (args, kwargs))
         if self._has_run:
             return self._compiled(*args, **kwargs)
         self._has_run = True
-        # torch.compile has imported this module, which takes 0.6 s.
+        # torch._dynamo is imported by now. An import at the top of this file would cost 0.6 s.
         breaks = torch._dynamo.utils.counters["graph_break"]
         before = set(breaks)
         output = self._compiled(*args, **kwargs)
@@ -99,8 +103,9 @@ class _CompiledForward:
 class _OneGraphForward(_CompiledForward):
     """A compiled ``forward`` with intercepted attention.
 
-    Interception cannot continue after a graph break, so a block that is not one graph runs
-    uncompiled, which is logged. Ranks with the same code and shapes decide alike.
+    Attention cannot be intercepted after a graph break. Therefore a block that is not one graph
+    runs without compilation, and a warning is logged. Ranks with the same code and shapes come to
+    the same result.
     """
 
     _fullgraph = True
@@ -111,7 +116,7 @@ class _OneGraphForward(_CompiledForward):
             return self._forward(*args, **kwargs)
         errors = torch._dynamo.exc
         try:
-            # Otherwise the compiler refuses to enter a function mode in a checkpoint.
+            # Without this setting the compiler rejects a function mode inside of a checkpoint.
             with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
                 return super().__call__(*args, **kwargs)
         except errors.BackendCompilerFailed as error:
@@ -121,7 +126,8 @@ class _OneGraphForward(_CompiledForward):
         except (errors.Unsupported, errors.FailOnRecompileLimitHit) as error:
             cause = str(error).strip().partition("\n")[0]
         except RuntimeError as error:
-            # After its limit torch skips the code of a block, in other models too.
+            # After too many recompilations torch no longer compiles the code of this block, in any
+            # model of the process.
             if "found no compiled frames" not in str(error):
                 raise
             cause = "torch has compiled its code too often in this process"
@@ -133,14 +139,15 @@ class _OneGraphForward(_CompiledForward):
 
 
 class _NotInterceptedError(RuntimeError):
-    """Compiled code would call torch's attention on slices of sequences."""
+    """A graph calls torch's attention without redirection, on slices of sequences."""
 
 
 @functools.cache
 def _of_intercepted(backend: Any) -> Callable[..., Any]:
-    """Return a backend that compiles graphs only if each call of attention in them is redirected.
+    """Return a backend that raises `_NotInterceptedError` if a call of attention is not redirected.
 
-    torch calls no function mode inside of some operators, such as a checkpoint.
+    The redirection is a function mode, and torch skips function modes inside of some operators,
+    such as a checkpoint.
     """
     compiler = torch._dynamo.lookup_backend(backend)
 
@@ -156,7 +163,7 @@ def _of_intercepted(backend: Any) -> Callable[..., Any]:
 
 
 class _Waited(torch.autograd.Function):
-    """The plain tensor of an `AsyncCollectiveTensor`, with the autograd history of the wrapper."""
+    """Wait for an `AsyncCollectiveTensor` and return its tensor, as a differentiable operation."""
 
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
@@ -171,11 +178,11 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def _use_private_cache() -> None:
-    """Make torch keep compiled code in a folder of this user.
+    """Make torch cache compiled code in a folder that belongs to this user.
 
-    torch unpickles files of its cache. torch's default folder is in the temporary folder and has a
-    guessable name, so another user may have created it before. Triton's cache is inside it.
-    Raises `ConfigError` for a folder of another user.
+    torch unpickles the files of its cache. Its default folder is in the temporary folder and has a
+    predictable name, so another user could create it with malicious files. The folder also contains
+    Triton's cache. Raises `ConfigError` if the folder belongs to another user.
     """
     path = os.environ.get(_CACHE, "")
     try:
@@ -191,13 +198,12 @@ def _use_private_cache() -> None:
         ) from None
 
 
-# One function per budget: blocks and models share compiled code only if they share the backend
-# object.
+# Cached, because blocks and models share compiled code only if they have the same backend object.
 @functools.cache
 def _within_budget(backend: str, budget: float) -> Callable[..., Any]:
-    """Return a backend that splits forward from backward within ``budget``.
+    """Return ``backend`` with the activation memory budget ``budget``.
 
-    torch's own solver makes the split (a knapsack over the graph).
+    torch's partitioner chooses the activations to save, by a knapsack over the graph.
     """
     compiler = torch._dynamo.lookup_backend(backend)
 
@@ -216,9 +222,10 @@ def choose_compilation(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
 ) -> CompileConfig:
-    """Return ``config`` with ``block`` or ``none`` in the place of ``auto``.
+    """Return ``config`` with ``auto`` replaced by ``block`` or ``none``.
 
-    Raises `ConfigError` if ``blocks`` of ``model`` cannot be compiled.
+    Raises `ConfigError` if ``config`` asks for compilation and the ``blocks`` of ``model`` do not
+    allow it.
     """
     if config.name == "none":
         return config

@@ -1,19 +1,21 @@
 """Modules that only some ranks run: `conditional_modules` and `run_dummies`.
 
-[Note: conditional modules] The ranks of a shard group gather and reduce each FSDP group together.
-If only some of these ranks run a module, such as a vision tower for batches with an image, its
-collectives would hang. The setting of such a module is one of these:
+[Note: conditional modules] A conditional module runs only on some ranks of a shard group, such as a
+vision tower that runs only for batches with an image. All ranks of a shard group must take part in
+the all-gather and reduce-scatter of each FSDP group, so the collectives of this module would hang.
+The user chooses one setting for each conditional module:
 
-- ``replicate``: the module is one FSDP group over a mesh of one rank, so that every rank keeps its
-  parameters. The engine averages its gradients over the shard axis at the end of a global batch,
-  and then over the replicas like all other gradients.
+- ``replicate``: the module is one FSDP group over a mesh of one rank, so that every rank holds its
+  parameters unsharded. The engine averages its gradients over the shard axis at the end of a global
+  batch, and then over the replicas like all other gradients.
 - ``root``: the module is not an FSDP group. The root's group, or the group of a block that contains
-  the module, gathers its parameters on all ranks.
+  the module, all-gathers its parameters on all ranks.
 - ``always``: the module is sharded. A rank that has not run the module runs a dummy forward at the
   same position in the order of collectives: before the forward of the next block. The output of the
-  dummy enters the input of that block with a gradient of zeros, so that backward also reaches the
-  module at the same position on all ranks. For this position, the floating-point inputs of a
-  trained module always get a gradient. A dummy does not count as use of a parameter.
+  dummy is joined to the input of that block and receives a gradient of zeros, so that backward also
+  reaches the module at the same position on all ranks. For the same reason the floating-point
+  inputs of a trained module always require a gradient. A parameter that only a dummy has used
+  counts as unused.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _METHOD = "dummy_forward"
 
 @dataclass(frozen=True)
 class Always:
-    """A conditional module that is sharded, and that every rank runs in every forward.
+    """Setting of a conditional module that is sharded and runs on every rank in every forward.
 
     Attributes:
         dummy: ``dummy(module)`` runs the module on a placeholder input and returns its output.
@@ -66,8 +68,8 @@ def conditional_modules(
 ) -> dict[str, str | Always]:
     """Return the setting (``replicate``, ``root`` or `Always`) of each conditional module by name.
 
-    Raises `ConfigError` if a pattern matches no module, a setting is unknown or does not support a
-    matching module, or conditional modules are nested.
+    Raises `ConfigError` if a pattern matches no module, a setting is unknown, a matching module
+    does not support its setting, or one conditional module contains another.
     """
     named = dict(model.named_modules())
     del named[""]  # the root runs on all ranks
@@ -98,7 +100,7 @@ def conditional_modules(
 
 
 def _outermost_matches(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the modules that ``pattern`` matches, without the modules inside of them."""
+    """Return the names that match ``pattern``, without modules inside of other matching modules."""
     matching: list[str] = []
     for name in names:
         is_outermost = not any(name.startswith(f"{other}.") for other in matching)
@@ -118,7 +120,7 @@ def _check_setting(model: nn.Module, name: str, module: nn.Module, way: str | Al
 
 
 def _check_separate(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise `ConfigError` if ``module`` cannot form a group of parameters."""
+    """Raise `ConfigError` if ``module`` cannot form a separate FSDP group."""
     if not is_called(module):
         raise ConfigError(
             f"conditional: {name} is a {type(module).__name__}, which has no forward: name the "
@@ -155,8 +157,12 @@ def _check_always(model: nn.Module, name: str, module: nn.Module, way: Always) -
 def cut_groups(
     model: nn.Module, groups: Iterable[list[nn.Module]], conditional: Conditional
 ) -> list[list[nn.Module]]:
-    """Return ``groups`` without modules inside ``root`` and ``replicate`` modules, and with the
-    modules inside each ``always`` module in separate groups. See `separate_modules`."""
+    """Adapt ``groups`` to the conditional modules.
+
+    ``root`` and ``replicate`` modules, and the modules inside of them, leave their groups. Modules
+    inside of an ``always`` module do not share a group with other modules. `separate_modules`
+    names the groups of the conditional modules themselves.
+    """
     inside: dict[int, str] = {}
     for name in conditional:
         for module in model.get_submodule(name).modules():
@@ -175,10 +181,10 @@ def cut_groups(
 def separate_modules(
     model: nn.Module, conditional: Conditional, separate: Collection[int]
 ) -> set[int]:
-    """Return the ids of the conditional modules that are one FSDP group each.
+    """Return the ids of the conditional modules that each form a separate FSDP group.
 
-    Raises `ConfigError` if a module of ``separate`` (modules that need a separate group for another
-    reason) is inside a module that has no groups.
+    ``separate`` holds the ids of modules that need a separate group for another reason. Raises
+    `ConfigError` if one of them is inside a ``root`` or ``replicate`` module.
     """
     found: set[int] = set()
     for name, way in conditional.items():
@@ -186,7 +192,7 @@ def separate_modules(
         if way != "root":
             found.add(id(outer))
         for inner, module in outer.named_modules():
-            # A ``replicate`` module may be in ``separate``: it is one group.
+            # A ``replicate`` module itself may be in ``separate``, because it forms a group.
             if isinstance(way, Always) or (way == "replicate" and not inner):
                 continue
             if id(module) in separate:
@@ -199,8 +205,8 @@ def separate_modules(
 
 
 def check_places(conditional: Conditional, groups: Iterable[Sequence[str]]) -> None:
-    """Raise `ConfigError` if an ``always`` module is inside one of ``groups`` other than the root
-    group."""
+    """Raise `ConfigError` if a module of ``groups``, other than the root, contains an ``always``
+    module."""
     names = list(filter(None, itertools.chain.from_iterable(groups)))
     for name, way in conditional.items():
         around = [each for each in names if name.startswith(f"{each}.")]
@@ -212,7 +218,7 @@ def check_places(conditional: Conditional, groups: Iterable[Sequence[str]]) -> N
 
 
 class _Join(torch.autograd.Function):
-    """Return a tensor unchanged, and give the outputs of dummies gradients of zeros."""
+    """Return ``tensor`` unchanged. In backward the ``outputs`` of dummies get zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *outputs: Tensor) -> Tensor:
@@ -238,11 +244,11 @@ class _Entry:
     has_run: bool = False  # in the running forward of the model
 
     def with_gradients(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
-        """Return ``inputs``, in which the floating-point tensors need a gradient.
+        """Return ``inputs``; for a trained module their floating-point tensors require grad.
 
-        FSDP reduces a group when backward has reached its inputs, or at the end of backward if no
-        input needs a gradient. The inputs of the dummy and of the module may differ in this, and
-        the ranks would then reduce the groups in different orders.
+        FSDP reduces the gradients of a group when backward has reached the inputs of the group, or
+        at the end of backward if no input requires grad. If the inputs of the dummy and the real
+        inputs differed in this, the ranks would reduce the groups in different orders.
         """
         is_trained = any(each.requires_grad for each in self.module.parameters())
         found = []
@@ -255,14 +261,15 @@ class _Entry:
 
 
 class _DummyForwards:
-    """Runs dummies of the ``always`` modules of one model."""
+    """Runs the dummies of the ``always`` modules of one model, by hooks of the modules."""
 
     def __init__(self, entries: Sequence[_Entry]) -> None:
         self._entries = entries
         self._running: _Entry | None = None
         # Outputs of dummies that are not yet joined to the input of a block
         self._outputs: list[Tensor] = []
-        # Blocks that have begun in this forward: only the first block runs dummies
+        # Values of ``before`` whose dummies have run in this forward. None stands for the first
+        # block that runs.
         self._reached: set[str | None] = set()
         self._is_checked = False
 
@@ -276,10 +283,10 @@ class _DummyForwards:
             each.has_run = False
 
     def check(self, *_: Any) -> None:
-        """Run each dummy once, on all ranks, so that all ranks raise its error.
+        """Run each dummy once in the first forward, so that all ranks raise the error of a dummy.
 
         Pre-forward hook of the model, after FSDP's hook. Raises `ConfigError` if a dummy does not
-        call the module, or returns no floating-point tensor.
+        call the module or returns no floating-point tensor.
         """
         if self._is_checked:
             return
@@ -307,11 +314,12 @@ class _DummyForwards:
         if self._running is not None:
             entry.has_run |= self._running is entry
             return
-        # A recomputation of activations
+        # Activation checkpointing recomputes the forward.
         if in_backward():
             return
         entry.has_run = True
-        # All ranks run the modules in the order of the keys of ``conditional``.
+        # All ranks must run the modules in the order of ``conditional``, so the dummies of earlier
+        # modules run before this module.
         for other in self._entries[: self._entries.index(entry)]:
             if other.before == entry.before and not other.has_run:
                 self._run(other)
@@ -320,9 +328,10 @@ class _DummyForwards:
                 each.ran_module = True
 
     def reach(self, before: str | None, given: Any, named: dict[str, Any]) -> Any:
-        """Pre-forward hook of a block, or of the module ``before``.
+        """Run the missing dummies before a block (``before`` is None) or the module ``before``.
 
-        Raises `ConfigError` on all ranks if the block takes no floating-point tensor.
+        Pre-forward hook. Raises `ConfigError` on all ranks if the block takes no floating-point
+        tensor.
         """
         if in_backward() or self._running is not None or before in self._reached:
             return None
@@ -341,7 +350,10 @@ class _DummyForwards:
         return positional, {name: arguments[name] for name in named}
 
     def end(self, _module: nn.Module, _given: Any, output: Any) -> Any:
-        """Forward hook of the model, for entries whose block has not run."""
+        """Run the dummies whose block has not run, and join their outputs to the model's output.
+
+        Forward hook of the model.
+        """
         if in_backward():
             return None
         for before in dict.fromkeys(entry.before for entry in self._entries):
@@ -360,7 +372,7 @@ class _DummyForwards:
                 self._run(entry)
 
     def _run(self, entry: _Entry) -> None:
-        """Run the dummy of ``entry``, and keep its outputs for `_join`: backward must reach
+        """Run the dummy of ``entry``, and store its outputs for `_join`, so that backward reaches
         them."""
         output = self._call(entry)
         if not torch.is_grad_enabled():
@@ -400,14 +412,14 @@ def run_dummies(
         model: the model, after `shard`.
         conditional: from `conditional_modules`.
         blocks: (name, module) of the repeated blocks.
-        gradients: all groups of the model.
+        gradients: the `GroupGradients` of all FSDP groups of the model.
     """
     entries = list(_entries(model, conditional, gradients))
     if not entries:
         return
     dummies = _DummyForwards(entries)
-    # `prepend`: these hooks run before FSDP's hooks, which gather parameters and register the
-    # backward hooks of outputs.
+    # With `prepend` these hooks run before FSDP's hooks, which all-gather parameters and register
+    # backward hooks on the outputs.
     model.register_forward_pre_hook(dummies.begin, prepend=True)
     model.register_forward_pre_hook(dummies.check)
     model.register_forward_hook(dummies.end, prepend=True)

@@ -1,9 +1,10 @@
-"""Attention of a rank that holds a slice of the positions.
+"""Attention over sequences that are split over the context axis.
 
-Each rank calls ``F.scaled_dot_product_attention`` either with whole sequences of some of the heads,
-or with its own queries and the keys and values of all positions. Query, key and value are
-[batch, heads, slice, dim]. Masks broadcast to [batch, heads, queries, keys], over whole sequences
-or over this rank's queries.
+Each rank holds a slice of the positions. For attention it exchanges slices with the other ranks in
+one of two ways. Either it gets all positions for some of the heads (an all-to-all, as in Ulysses),
+or it all-gathers the keys and values and uses only the queries of its slice. Query, key and value
+are [batch, heads, slice, dim]. Masks broadcast to [batch, heads, queries, keys], where the queries
+are all positions or this rank's slice.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ def attend_to_slices(
         query: this rank's slice.
         key: this rank's slice.
         value: this rank's slice.
-        mask: over whole sequences, or over this rank's queries.
-        options: further arguments of attention.
+        mask: its queries are all positions or this rank's slice.
+        options: further arguments of ``F.scaled_dot_product_attention``.
 
     Raises:
-        ConfigError: ``mask`` covers only the slice.
+        ConfigError: ``mask`` covers only the keys of this rank's slice.
     """
     ranks, heads = axis.size, (query.shape[1], key.shape[1])
     gathers = bool(heads[0] % ranks or heads[1] % ranks)
     if mask is not None:
         mask = _all_columns(axis, name, mask, query.shape[2], key.shape[2])
     elif options["is_causal"]:
-        # With causal attention to all keys the last rank would compute most, and some devices would
-        # build a mask. Each rank therefore gets only the key head that its query heads need.
+        # Each rank gets all positions of one key head, which all its query heads use. An all-gather
+        # of keys would be slower for causal attention: the last rank would compute most, and some
+        # devices would need a mask tensor.
         if heads[0] % ranks == 0 and heads[1] < ranks and ranks % heads[1] == 0:
             copies = ranks // heads[1]
             with _gathered_again(
@@ -93,13 +95,13 @@ def attend_to_all(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attend to keys and values of all positions, which every rank holds."""
+    """Attend from this rank's queries to keys and values that cover all positions."""
     own = query.shape[2]
     if mask is not None and mask.shape[-2] not in (1, own):
         mask = axis.cut(mask, mask.ndim - 2)
     if options["is_causal"]:
         first, options = axis.rank * own, {**options, "is_causal": False}
-        # Drop the keys after this rank's last position. Compiled code keeps all keys, because
+        # Drop the keys after this rank's last position. Compiled code uses all keys, because its
         # shapes must not depend on the rank ([Note: equal graphs]).
         if not torch.compiler.is_compiling():
             key, value = key[:, :, : first + own], value[:, :, : first + own]
@@ -108,10 +110,11 @@ def attend_to_all(
 
 
 def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tensor:
-    """Return ``mask`` without keys after each query; ``first`` is the first query's position."""
+    """Return ``mask`` combined with the causal mask. ``first``: position of the first query."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and keys == first + queries and not torch.compiler.is_compiling():
-        # A custom tensor class, which no dispatch mode of selective recomputation can create.
+        # `causal_lower_right` returns a tensor subclass, which the dispatch modes of selective
+        # activation checkpointing cannot create.
         with _disable_current_modes():
             return causal_lower_right(queries, keys)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(first)
@@ -122,8 +125,10 @@ def _causal(mask: Tensor | None, query: Tensor, key: Tensor, first: int) -> Tens
 
 
 def _gather_is_cheaper(heads: tuple[int, int], ranks: int) -> bool:
-    """True if an all-gather of keys and values, repeated in backward, sends fewer bytes than the
-    exchange of heads. Not used for causal attention, in which the last rank would compute most."""
+    """True if an all-gather of keys and values sends fewer bytes than the all-to-all of heads.
+
+    The estimate includes the second all-gather in backward.
+    """
     served = heads[0] / heads[1]
     return 6 / served < 4 / ranks * (1 + 1 / served)
 
@@ -143,11 +148,12 @@ def _all_columns(axis: ContextAxis, name: str, mask: Tensor, own: int, keys: int
 def _gathered_again(
     gather: Callable[[Tensor], Tensor], *slices: Tensor
 ) -> AbstractContextManager[list[Tensor]]:
-    """Return a context with ``gather(slice)`` for each slice. Backward repeats this gather.
+    """Return a context manager that yields ``gather(slice)`` for each slice.
 
-    Autograd saves the slices, so no layer keeps gathered tensors. Under activation checkpointing
-    the recomputation of the layer repeats the gather. In compiled code the compiler chooses the
-    saved tensors.
+    Inside the context autograd saves the slices in the place of the gathered tensors, and backward
+    calls ``gather`` again. In two cases autograd saves tensors as usual: under activation
+    checkpointing, because the recomputation repeats the gather, and in compiled code, because the
+    compiler chooses the saved tensors.
     """
     gathered = [gather(each) for each in slices]
     if torch.compiler.is_compiling() or saving_hooks() is not None:

@@ -1,8 +1,9 @@
 """Blocks that compute on a slice of the positions: `Stack` and `SplitBlock`.
 
-The first block of a stack cuts its input, and the last block joins its output. In between,
-positions meet only in ``F.scaled_dot_product_attention``: each rank gets whole sequences of some of
-the heads, or the keys and values of all positions. Modules around the stacks see whole sequences.
+A stack is the repeated blocks of one container, such as ``model.layers``. The first block of a
+stack cuts its input into slices, and the last block joins the slices of its output. Between them,
+only ``F.scaled_dot_product_attention`` mixes positions of different ranks; see `context_attention`.
+Modules outside of the stacks get full sequences.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Path = tuple[Any, ...]
 
 
 def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path = ()) -> Any:
-    """Return ``value`` with ``function(tensor, path)`` for each tensor in plain containers."""
+    """Replace each tensor in nested tuples, lists and dicts by ``function(tensor, path)``."""
     if isinstance(value, Tensor):
         return function(value, path)
     if type(value) in (tuple, list):
@@ -45,7 +46,7 @@ def map_tensors(function: Callable[[Tensor, Path], Any], value: Any, path: Path 
 
 
 def first_hidden(value: Any) -> tuple[Path, Tensor | None]:
-    """Return the path of the first floating-point tensor, the hidden states, and the tensor."""
+    """Return the path and the tensor of the hidden states: the first floating-point tensor."""
     found: list[tuple[Path, Tensor]] = []
 
     def see(tensor: Tensor, path: Path) -> None:
@@ -63,15 +64,17 @@ class Stack:
         self.axis = axis
         self.blocks: list[SplitBlock] = []
         self.is_split = False  # True if the blocks compute on slices
-        self.in_parts = False  # True if each tensor rank has a part of the hidden states
-        self.feeds_head = False  # no other stack runs after it
+        # True if the hidden states are also split over the tensor axis (sequence parallelism)
+        self.in_parts = False
+        self.feeds_head = False  # True if no other stack runs after this stack
         self.is_open = False  # True between the first and the last block of a forward
-        self.watcher: Any = None  # a `ContextCheck`, while it learns
-        self.draws_alike = True  # every rank draws the random numbers of whole sequences
+        self.watcher: Any = None  # the `ContextCheck`, while it runs
+        # True if all ranks draw the same random numbers inside of the blocks
+        self.draws_alike = True
 
     @property
     def parts(self) -> int:
-        """Number of tensor ranks that share the hidden states."""
+        """Number of slices of the hidden states over the tensor axis."""
         tensor = self.axis.tensor
         return tensor.size() if self.in_parts and tensor is not None else 1
 
@@ -89,34 +92,41 @@ class Stack:
 class SplitBlock:
     """One block of a stack.
 
-    `context_check` sets the fields that describe its tensors before the first split forward.
+    Before the first split forward, `context_check` sets the fields that describe the tensors of the
+    block.
     """
 
     def __init__(self, stack: Stack, name: str, module: nn.Module) -> None:
         self.stack, self.name, self.module = stack, name, module
-        # The dims of each tensor that are as long as a sequence
+        # Path of a tensor -> its dims whose size follows the length of the sequence
         self.follows: dict[Path, tuple[int, ...]] = {}
-        # Paths of arguments that arrive as slices, from another block
+        # Paths of arguments that are slices already, because another block computed them
         self.as_slices: set[Path] = set()
-        self._own = 0  # positions of this rank in this forward
-        # The running child, and its number of calls of attention so far
+        self._own = 0  # number of positions of this rank in this forward
+        # Name of the running child module, and the number of its calls of attention in this forward
         self._child, self._calls = "", 0
         self._is_active = False
-        self._hooks: Any = None  # hooks of saved tensors, as the block began
-        # True if queries and if keys follow the sequence, for each call of attention of a forward
+        self._hooks: Any = None  # the saved-tensors hooks that were active at the block's start
+        # For each call of attention of a forward: are the queries split, and are the keys split?
         self.splits: list[tuple[bool, bool]] = []
-        self._plain = module.forward  # neither recomputed nor compiled
+        self._plain = module.forward  # the forward without checkpointing and compilation
         stack.blocks.append(self)
 
     def intercept(self) -> None:
-        """Redirect the block's calls of attention to `attention`; inside of recomputed code."""
+        """Redirect the block's calls of attention to `attention`.
+
+        Call this before activation checkpointing, so that the recomputation is redirected too.
+        """
         self._plain = self.module.forward = self._forward_of(self.module, "")
-        # A block that recomputes inside its own forward calls its children in backward.
+        # A block with its own activation checkpointing calls only its children in backward.
         for name, child in self.module.named_children():
             child.forward = self._forward_of(child, name)
 
     def split(self) -> None:
-        """Make the block cut its arguments, outside of recomputed code, which saves slices."""
+        """Make the block cut its arguments.
+
+        Call this after activation checkpointing, so that the checkpoint saves slices.
+        """
         self.module.forward = functools.partial(self._around, self.module.forward)
 
     def _forward_of(self, module: nn.Module, child: str) -> Callable[..., Any]:
@@ -124,8 +134,9 @@ class SplitBlock:
         given = vars(module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Looked up at each call: sharding changes the class later, and classes of transformers
-            # may recompute. With a bound method equal blocks would not share compiled code.
+            # `forward` is looked up in each call because sharding changes the class of the module
+            # later. It is not a bound method, because equal blocks would then not share compiled
+            # code.
             run = given or functools.partial(type(module).forward, module)
             if not torch.compiler.is_compiling():
                 with self._intercepted(child):
@@ -169,10 +180,11 @@ class SplitBlock:
 
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
-        """Draw random numbers from a per-rank generator with a seed from the common generator.
+        """Draw different random numbers on each rank inside of this context.
 
-        Modules around the blocks continue to draw the same numbers on all ranks, and recomputation
-        repeats the numbers of forward.
+        The seed is drawn from the generator that all ranks share. Therefore modules outside of the
+        blocks still draw the same numbers on all ranks, and recomputation draws the numbers of the
+        forward again.
         """
         seed = int(torch.randint(2**62, ()))
         with preserve_rng_states():
@@ -204,7 +216,7 @@ class SplitBlock:
                 return self._cut_argument(tensor, path)
             own = tensor
             if is_first:
-                # A copy: blocks save it for backward, and a view would keep the whole sequence.
+                # Autograd saves the slice. A view would keep the memory of the full sequence alive.
                 own = axis.cut(tensor, dim, stack.in_parts)
                 own = own.clone(memory_format=torch.contiguous_format)
             if stack.watcher is not None:
@@ -233,7 +245,8 @@ class SplitBlock:
         axis = self.stack.axis
         dims = self.follows.get(path)
         if dims is None:
-            # The argument was absent in the check, such as a mask of some batches.
+            # `ContextCheck` has not seen this argument, for example a mask that only some batches
+            # have.
             whole = self._own * axis.size
             dims = tuple(dim for dim, size in enumerate(tensor.shape) if size == whole)
         if not dims or path in self.as_slices or is_mask(tensor, dims):
@@ -270,7 +283,7 @@ class SplitBlock:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Run ``F.scaled_dot_product_attention`` on this rank's positions."""
+        """Replacement of ``F.scaled_dot_product_attention`` for this rank's slice of positions."""
         options = {"dropout_p": dropout_p, "is_causal": is_causal, **options}
         if torch.compiler.is_compiling():
             return self.attention_in_graph(query, key, value, attn_mask, options)
@@ -299,7 +312,10 @@ class SplitBlock:
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        """Run `attention` in compiled code, which changes no attribute."""
+        """Replacement of attention in compiled code, which must not change attributes.
+
+        The name of this function marks redirected calls in stack traces; see `compilation`.
+        """
         splits = self.splits[0] if self.stack.is_split else (False, False)
         if self.stack.is_split and any(other != splits for other in self.splits):
             raise ConfigError(f"{self.name} attends over positions and over other dims")
@@ -364,9 +380,9 @@ class SplitBlock:
 
 
 def is_mask(tensor: Tensor, dims: Sequence[int]) -> bool:
-    """Return True for an argument over pairs of positions or over keys, such as a mask.
+    """Return True if ``tensor`` has values for pairs of positions or for keys, such as a mask.
 
-    Attention needs these arguments unsplit. ``dims``: the dims that follow the sequence.
+    Attention needs such an argument unsplit. ``dims`` are the dims that follow the sequence.
     """
     return len(dims) > 1 or (tensor.ndim == 4 and tuple(dims) == (3,))
 
@@ -383,14 +399,14 @@ class _Intercept(TorchFunctionMode):
     ) -> Any:
         if function in (F.scaled_dot_product_attention, grouped_attention):
             function = self._block.attention
-        # torch passes this function to the mode, but not the call of attention inside it.
+        # torch does not pass the call of attention inside this function to the mode.
         elif function is F.multi_head_attention_forward:
             function = _with_attention(function, self._block.attention)
         return function(*args, **(kwargs or {}))
 
 
 def _with_attention(function: Any, attention: Callable[..., Tensor]) -> FunctionType:
-    """Return a copy of ``function`` with ``attention`` in the place of torch's attention."""
+    """Return a copy of ``function`` that calls ``attention`` instead of torch's attention."""
     names = {**function.__globals__, "scaled_dot_product_attention": attention}
     copy = FunctionType(function.__code__, names, argdefs=function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -1,16 +1,17 @@
 """Check before the first forward that a model can be split over the context axis: `ContextCheck`.
 
-The check learns which tensors of the blocks follow the length of the sequence, and finds blocks
-that mix positions outside of attention.
+The check finds the dims of the blocks' tensors that follow the length of the sequence, and the
+blocks that mix positions outside of attention.
 
-[Note: unsplit against split] Three forwards of a few positions run before the first forward,
-without gradients and dropout. Two forwards run unsplit, with different lengths: a dim that differs
-between the two forwards depends on the length of the sequence. In the third forward the stacks are
-split. Each block gets its input of the unsplit forward, so that differences do not accumulate. Its
-output and the inputs of its attention are compared with this rank's slices of the unsplit forward.
-During the check, zero parameters and small scales get other values, because they would hide the
-result of their branch. At the end the outputs of the model are compared, and the tensors that
-modules in blocks keep as attributes, such as auxiliary losses.
+[Note: unsplit against split] The check runs three forwards before the first forward, on few
+positions, without gradients and dropout. The first two forwards are unsplit and have different
+lengths: a dim whose size differs between them follows the length of the sequence. In the third
+forward the stacks are split. Each block gets this rank's slice of its input in the second forward,
+so that differences do not accumulate. The outputs of blocks and the inputs of attention are
+compared with slices of the second forward. During the check, zero parameters and small scales get
+other values, because the output of a branch that ends with them would be zero. At the end the check
+compares the outputs of the model, and tensors that modules in blocks store as attributes, such as
+auxiliary losses.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ from parallel2d.parallel.weights.geometry import local_part
 
 log = logging.getLogger(__name__)
 
-_MOST = 2**53  # more than any position of a comparison
-_SMALL = 0.1  # a smaller scale hides the result of its branch
-_POSITIONS = 8  # least number of positions of a rank in the check
-_Key = tuple[str, Path, int]  # block, path of a tensor, and how often the block had it before
-# Allowed difference of two ways to compute a tensor, relative to its largest value
+_MOST = 2**53  # larger than the index of any comparison
+_SMALL = 0.1  # a smaller scale makes the output of its branch too small to compare
+_POSITIONS = 8  # smallest number of positions of a rank in the check
+# Name of a block, path of a tensor, and number of earlier tensors at this path in the forward
+_Key = tuple[str, Path, int]
+# Allowed difference between the split and the unsplit forward, relative to the largest value of the
+# tensor
 _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
@@ -58,8 +61,8 @@ class ContextCheck:
         model: the model, with intercepted attention.
         stacks: its stacks of blocks.
         groups: process groups that must agree on the result.
-        multiple: factor of the sequence's length that other axes require.
-        compares: False for tensors without values.
+        multiple: the length of the sequence must be a multiple of this number, for other axes.
+        compares: False to find only the dims, for tensors without values.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class ContextCheck:
             for block in stack.blocks:
                 for name, module in block.module.named_modules(prefix=block.name):
                     self._names[module] = block, name
-        # Shapes of each forward, and this rank's slices of the unsplit forward
+        # Shapes of the tensors of each forward, and this rank's slices of the last unsplit forward
         self._shapes: list[dict[_Key, torch.Size]] = []
         self._slices: dict[_Key, Tensor] = {}
         self._seen: Counter[tuple[str, Path]] = Counter()
@@ -93,7 +96,7 @@ class ContextCheck:
         self._kept: dict[tuple[str, str], Tensor] = {}
 
     def run(self, args: Any, kwargs: Any) -> None:
-        """Learn from inputs of the model, and split the stacks. Collective.
+        """Run the check on inputs of the model, and mark the stacks to split. Collective.
 
         Raises `ConfigError` on every rank if any rank finds a problem.
         """
@@ -103,7 +106,8 @@ class ContextCheck:
         try:
             with _branches_opened(self._model, self._compares), self._watched():
                 sizes, expected = self._learn(args, kwargs)
-                # Raised before any rank depends on the slices of another rank.
+                # All ranks must raise the same error here: the split forward exchanges slices
+                # between ranks.
                 self._kept = self._attributes()
                 self._agree(self._choose(sizes))
                 self._agree(self._compare(args, kwargs, sizes, expected))
@@ -118,7 +122,7 @@ class ContextCheck:
 
     def _agree(self, problem: str) -> None:
         """Raise the same error on every rank if any rank has a problem."""
-        # Ranks may report different consequences of one cause; the earliest comparison wins.
+        # Ranks may find different consequences of one cause. Report the earliest difference.
         found = (self._position if problem else _MOST, problem)
         for group in self._groups if self._compares else ():
             found = min(all_gather(found, group), key=operator.itemgetter(0))
@@ -127,8 +131,11 @@ class ContextCheck:
             raise ConfigError(f"mesh.context={self._axis.size}: {problem}")
 
     def _learn(self, args: Any, kwargs: Any) -> tuple[dict[int, int], Any]:
-        """Run whole sequences. Returns the compared length for each length of the inputs, and the
-        model's output for the compared lengths."""
+        """Run the unsplit forwards.
+
+        Returns the shortened length for each sequence length of the inputs, and the model's output
+        for the shortened inputs.
+        """
         sizes = {}
         for length in _lengths(args, kwargs):
             sizes[length] = self._shortened(length)
@@ -146,7 +153,7 @@ class ContextCheck:
         return {}, self._forward(args, kwargs, {})
 
     def _compare(self, args: Any, kwargs: Any, sizes: dict[int, int], expected: Any) -> str:
-        """Run a forward with split stacks. Return the problem that it shows; empty if none."""
+        """Run a forward with split stacks. Return a description of the problem; empty if none."""
         self._is_split = True
         try:
             found = self._forward(args, kwargs, sizes)
@@ -161,8 +168,10 @@ class ContextCheck:
         return self._verdict(expected, found) if self._compares else ""
 
     def _shortened(self, length: int) -> int:
-        """Return the number of compared positions of ``length``. A length that the axis does not
-        divide stays indivisible."""
+        """Return the number of positions that the check uses for sequences of ``length``.
+
+        If the context axis does not divide ``length``, it does not divide the result either.
+        """
         ranks = self._axis.size
         step = self._multiple * ranks
         least = -(-_POSITIONS * ranks // step) * step
@@ -192,7 +201,8 @@ class ContextCheck:
         if not self._compares or len(dims) != 1 or tensor.shape[dims[0]] % self._axis.size:
             return
         in_parts = block.stack.in_parts and path[0] != "attention"
-        # Tensors of modules inside blocks may be split over the tensor axis or unsplit.
+        # With sequence parallelism, a tensor inside of a block may be split over the tensor axis
+        # or not, so it is not compared.
         if path[0] not in ("input", "result") or not in_parts:
             self._slices[key] = self._axis.cut(tensor.detach(), dims[0], in_parts).clone()
 
@@ -201,8 +211,8 @@ class ContextCheck:
         if len(self._shapes) == 2:
             pairs = zip(shape, self._shapes[0].get(key, shape), strict=False)
             return tuple(dim for dim, (one, other) in enumerate(pairs) if one != other)
-        # With one forward, the second dim of the block's input counts as the length. The first of
-        # several dims counts samples.
+        # After only one forward, the second dim of the block's input counts as the sequence. The
+        # first dim is the batch.
         shapes = self._shapes[-1]
         whole = next((each for (name, _, _), each in shapes.items() if name == block.name), shape)
         return tuple(
@@ -210,8 +220,8 @@ class ContextCheck:
         )
 
     def _find_parts(self, stack: Stack) -> None:
-        """Record if the tensor ranks split the positions of the hidden states. In this case queries
-        have more positions than hidden states."""
+        """Record if the hidden states are split over the tensor axis by position: then queries have
+        more positions than hidden states."""
         shapes, tensor = self._shapes[-1], self._axis.tensor
         for (name, path, _), shape in shapes.items():
             is_query = path[0] == "attention" and path[-1] == "query"
@@ -231,7 +241,7 @@ class ContextCheck:
             (dim,) = dims
             if whole[dim] == tensor.shape[dim]:
                 return
-            # Another block, or a module between the blocks, has made the argument from slices.
+            # Another block, or a module between the blocks, has computed the argument from slices.
             block.as_slices.add(path)
         if expected is None:
             return
@@ -240,18 +250,19 @@ class ContextCheck:
             difference = _difference(tensor, expected)
         self._differences[key] = difference
         self._position += 1
-        # The running module is the block, and other modules have made its arguments.
+        # For an argument the innermost running module is the block itself, which did not compute
+        # the argument.
         running = ["", *self._running[: -1 if is_argument else None]]
         self._made_by[key] = path[1] if path[0] == "result" else running[-1]
 
     def input_of(self, block: SplitBlock, path: Path, own: Tensor) -> Tensor:
-        """Return the block's input of the unsplit forward, so that differences do not add up."""
+        """Return the block's input in the unsplit forward, so that differences do not add up."""
         expected = self._slices.get((block.name, path, self._seen[block.name, path] - 1))
         return own if expected is None or expected.shape != own.shape else expected
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Record inputs and outputs of modules in blocks, to locate the first difference."""
+        """Record inputs and outputs of the modules in blocks, to find the first difference."""
 
         def see(module: nn.Module, kind: str, value: Any) -> None:
             block, name = self._names[module]
@@ -282,13 +293,16 @@ class ContextCheck:
     # Conclusions
 
     def _choose(self, sizes: dict[int, int]) -> str:
-        """Split the stacks with attention over positions. Return the problem; empty if none."""
+        """Mark the stacks that have attention over positions as split.
+
+        Returns a description of the problem; empty if none.
+        """
         executed = list(self._order.values())
         for stack in executed:
             stack.is_split = any(map(_attends, stack.blocks))
         split = [stack for stack in executed if stack.is_split]
         for module, (block, name) in self._names.items():
-            # These modules compute statistics of a batch or a sequence in training.
+            # In training, batch and instance norms compute statistics over positions.
             is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
             if is_norm and block.stack.is_split:
                 return f"{name} is a {type(module).__name__}, which mixes positions; {_ADVICE}"
@@ -332,13 +346,14 @@ class ContextCheck:
         return ""
 
     def _verdict(self, expected: Any, found: Any) -> str:
-        # The largest bound, because values that were computed in 16 bits may be kept in 32 bits.
+        # Use the largest bound: a float32 tensor may hold values that were computed in 16 bits.
         bound = max((_BOUNDS.get(each.dtype, 3e-2) for each in self._slices.values()), default=0.0)
         differing = []
         for key, each in self._differences.items():
             if each > bound:
                 differing.append(key)
-        # Tensors of modules inside a block may have any meaning, such as the tokens of an expert.
+        # Differences only inside of blocks are allowed, because such a tensor need not be a slice
+        # of positions: it may hold the tokens of an expert.
         if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
             difference, name = self._differences[first], self._made_by[first]
@@ -353,7 +368,7 @@ class ContextCheck:
         if problem:
             return problem
         for one, other in zip(_numbers(expected), _numbers(found), strict=False):
-            # The outputs of the blocks were compared with the smaller bound.
+            # The blocks were compared with the smaller bound, each from equal inputs.
             if one.shape != other.shape or _difference(other, one) > 4 * bound:
                 return (
                     f"an output of {type(self._model).__name__} of shape {tuple(one.shape)} "
@@ -365,7 +380,7 @@ class ContextCheck:
 
 
 def _attends(block: SplitBlock) -> bool:
-    """Return True if attention of ``block`` has one query per position."""
+    """Return True if a call of attention of ``block`` has one query per position."""
     for path, dims in block.follows.items():
         if path[0] == "attention" and path[-1] == "query" and len(dims) == 1:
             return True
@@ -412,7 +427,8 @@ def _lengths(args: Any, kwargs: Any) -> list[int]:
 
 
 def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
-    """Return the first positions of at most two samples."""
+    """Cut ``inputs`` to two samples, and each sequence of a length to ``sizes[length]``
+    positions."""
 
     def shorten(tensor: Tensor, _path: Path) -> Tensor:
         if tensor.ndim == 1 and tensor.shape[0] in sizes:
@@ -428,7 +444,7 @@ def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
 
 @contextmanager
 def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
-    """Replace zero parameters and small scales inside, and restore them at the end."""
+    """Give zero parameters and small scales random values, and restore them at the end."""
     before: list[tuple[Tensor, Tensor, Tensor]] = []
     if opens:
         for number, parameter in enumerate(model.parameters()):
@@ -437,7 +453,8 @@ def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
             closed = part.abs() < _SMALL if is_scale else part == 0
             if part.is_floating_point() and closed.any():
                 before.append((part, closed, part[closed]))
-                # Seeded by number: ranks with the same part get the same values.
+                # The seed is the parameter's number, so that ranks with the same local shard get
+                # the same values.
                 generator = torch.Generator().manual_seed(number)
                 fan = max(1, math.prod(part.shape[1:]))
                 values = torch.randn(part.shape, generator=generator) / (2 * fan**0.5)

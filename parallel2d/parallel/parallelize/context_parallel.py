@@ -1,11 +1,11 @@
 """Context parallelism: divide the activations of a sequence over the ``context`` axis.
 
-The repeated blocks of the model must mix positions only in ``F.scaled_dot_product_attention``. The
-entry point is `intercept_attention`. `slice_blocks` follows after activation checkpointing and
-compilation, `learn_at_first` after all other transforms.
+The repeated blocks of the model must mix positions only in ``F.scaled_dot_product_attention``.
+`parallelize` calls `intercept_attention` before activation checkpointing and compilation,
+`slice_blocks` after them, and `learn_at_first` after all other transforms.
 
-Before the first forward `ContextCheck` compares the model with an unsplit forward, and raises an
-error that names the module that cannot be split.
+Before the first forward, `ContextCheck` compares a split forward with an unsplit forward. If they
+differ, it raises an error that names the module that cannot be split.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ log = logging.getLogger(__name__)
 
 
 def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
-    """Intercept the attention of the model's blocks. Return the stacks of blocks. Returns an empty
-    list without a context axis. Raises `ConfigError` for a model without repeated blocks."""
+    """Redirect the calls of attention of the model's blocks. Return the stacks of blocks.
+
+    Returns an empty list if the mesh has no context axis. Raises `ConfigError` for a model without
+    repeated blocks.
+    """
     if mesh_shape(mesh).context == 1:
         return []
     axis = ContextAxis(mesh)
@@ -52,7 +55,8 @@ def intercept_attention(model: nn.Module, mesh: DeviceMesh) -> list[Stack]:
 
 
 def slice_blocks(stacks: Sequence[Stack]) -> None:
-    """Make the blocks of ``stacks`` compute on slices, once `learn_at_first` has run its check."""
+    """Prepare the blocks of ``stacks`` for slices. They compute on slices after the check of
+    `learn_at_first`."""
     for stack in stacks:
         for block in stack.blocks:
             block.split()
@@ -63,7 +67,7 @@ def learn_at_first(
 ) -> None:
     """Make the first forward of ``model`` check and split ``stacks``.
 
-    The hook runs before all other hooks of the model, because it calls the model.
+    The check is a pre-forward hook. It runs before all other hooks because it calls the model.
 
     Args:
         model: the parallelized model.
@@ -75,8 +79,8 @@ def learn_at_first(
     if not stacks:
         return
     multiple = mesh_shape(mesh).tensor
-    # Replicas agree too, unless replicas may fail: a joining replica runs its first forward without
-    # the other replicas.
+    # All ranks must raise the same error. With fault tolerance the replicas check separately,
+    # because a joining replica runs its first forward without the other replicas.
     agreeing = ("shard", "tensor") if current() is not None else ("replicate", "shard", "tensor")
     groups = []
     for axis in agreeing:

@@ -1,7 +1,7 @@
-"""Float8 training of Linear layers inside blocks, by torchao: `convert_to_float8`.
+"""Float8 training of the Linear layers in blocks, by torchao: `convert_to_float8`.
 
-Weights stay stored in `precision.storage` and are gathered in `precision.param`. Each matrix
-product scales the weights and casts them to float8.
+Weights are stored in `precision.storage` and all-gathered in `precision.param`. Each matrix product
+scales them and casts them to float8.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from parallel2d.parallel.model_structure import fqn_of
 log = logging.getLogger(__name__)
 
 CAPABILITY = (8, 9)  # the first compute capability with float8 matrix units
-MULTIPLE = 16  # factor of both sides of a weight, required by CUDA's float8 products
+MULTIPLE = 16  # CUDA's float8 products need weights whose sizes are multiples of this number
 
 
 def check_float8(precision: PrecisionConfig, device_type: str) -> None:
     """Raise `ConfigError` if ``precision.float8`` cannot run on this machine.
 
-    It needs torchao, and a GPU with float8 units.
+    Float8 needs torchao and a GPU with float8 matrix units.
     """
     if precision.float8 == "none":
         return
@@ -56,26 +56,28 @@ def convert_to_float8(
 ) -> list[str]:
     """Replace the Linear layers inside ``blocks`` by float8 layers with the same parameters.
 
-    Layers stay as they are, logged with the reason, if a pattern of ``precision.float8_exclude``
-    matches them, if a side is not a multiple of 16, if the block itself is a Linear, or if their id
-    is in ``apart``.
+    A layer is not replaced if a pattern of ``precision.float8_exclude`` matches its name, if a size
+    of its weight is not a multiple of 16, if the layer itself is a block, or if its id is in
+    ``apart``. The reason is logged.
 
     Args:
         blocks: (name, module) of the repeated blocks.
         precision: the recipe and the exclusions.
         apart: ids of modules that compute in fp32.
-        emulate: compute the same roundings without float8 units, on any device.
+        emulate: True to emulate the float8 rounding on a device without float8 units.
 
     Returns:
         The names of the replaced layers.
 
     Raises:
-        ConfigError: torchao is missing, a pattern matches nothing, or no layer can be replaced.
+        ConfigError: torchao is not installed, a pattern matches no layer, or no layer can be
+            replaced.
     """
     if precision.float8 == "none":
         return []
     torchao = _torchao(f"precision.float8={precision.float8}")
-    # The old layers are kept until the end, so that no new layer gets the id of an old layer.
+    # Layers are identified by id. The list keeps the old layers alive, so that no new layer gets
+    # the id of an old layer.
     layers: list[tuple[str, nn.Linear, bool]] = []
     for block_name, block in blocks:
         for name, module in block.named_modules(prefix=block_name):
@@ -105,7 +107,8 @@ def convert_to_float8(
         # Compare modules by identity, because torchao passes names relative to the block.
         return id(module) in chosen
 
-    # Block by block: a Linear outside of the blocks, such as the model's head, is not converted.
+    # Convert the blocks and not the model: Linear layers outside of the blocks, such as the output
+    # head, must not change.
     for _, block in blocks:
         torchao.convert_to_float8_training(block, config=recipe, module_filter_fn=is_wanted)
     return list(chosen.values())
@@ -114,8 +117,11 @@ def convert_to_float8(
 def _choose(
     layers: Sequence[tuple[str, nn.Linear, bool]], exclude: Sequence[str], apart: Collection[int]
 ) -> tuple[dict[str, list[str]], dict[int, str]]:
-    """Select the layers to convert. ``layers``: (FQN, layer, True if the layer is a block). Returns
-    the names of the excluded layers by reason, and the names of the layers to convert by id."""
+    """Select the layers to convert.
+
+    ``layers`` are (FQN, layer, True if the layer itself is a block). Returns the names of the
+    excluded layers by reason, and the names of the layers to convert by id.
+    """
     names = [name for name, _, _ in layers]
     excluded: set[str] = set()
     unmatched = []
@@ -136,7 +142,7 @@ def _choose(
         obstacles = {
             "excluded": name in excluded,
             "computes in fp32": id(layer) in apart,
-            # torchao replaces a layer on its parent, and here the parent is outside of the block.
+            # torchao sets the new layer on the parent, which is outside of the converted block.
             "is a whole block": is_block,
             f"sizes are not multiples of {MULTIPLE}": any(
                 size % MULTIPLE for size in layer.weight.shape
@@ -151,7 +157,7 @@ def _choose(
 
 
 def _torchao(key: str) -> Any:
-    """Return ``torchao.float8``. ``key``: the setting that needs it, for messages."""
+    """Return ``torchao.float8``. Error messages name ``key``, the setting that needs torchao."""
     # Imported here because it is an optional dependency.
     try:
         import torchao.float8

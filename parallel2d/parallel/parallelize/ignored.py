@@ -1,8 +1,9 @@
-"""Parameters that are excluded from sharding: plain, replicated tensors on every rank.
+"""Parameters that are excluded from sharding: each rank holds the full parameter.
 
-[Note: ignored parameters are frozen] Nothing reduces the gradient of a parameter that is not
-sharded: replicas would diverge without an error. Only frozen parameters may therefore be ignored.
-They need no master copy, and are stored in the compute dtype.
+[Note: ignored parameters are frozen] The gradients of ignored parameters are not reduced, so the
+ranks would diverge without an error if such a parameter were trained. Therefore only frozen
+parameters may be ignored. They need no fp32 copy for an optimizer, and are stored in the compute
+dtype.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from parallel2d.parallel.model_structure import by_fqn, fqn_of, near_names
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Parameter]) -> list[str]:
     """Return the FQNs of the parameters that ``ignored`` selects, in the model's order.
 
-    A tied parameter contributes all its names. A pattern (``*`` also matches dots) selects the
-    parameters and modules with a matching name; a module selects all parameters below it. Raises
-    `ConfigError` for an entry that selects nothing, with near names, and for a trainable parameter.
+    A tied parameter appears under all its names. A pattern (``*`` also matches dots) selects
+    parameters and modules by name; a module selects all parameters in it. Raises `ConfigError` for
+    an entry that selects no parameter (the message suggests similar names), and for a trainable
+    parameter.
     """
     named = by_fqn(model.named_parameters(remove_duplicate=False))
     in_model = set(named.values())
@@ -35,7 +37,7 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
             given = [entry]
         else:
             given = _matching(model, named, entry)
-        # The given module or parameter may belong to another model.
+        # A module or parameter in ``ignored`` may belong to another model.
         found = in_model.intersection(given)
         if not found:
             nothing = f"chooses no parameter of {type(model).__name__}"
@@ -56,12 +58,12 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Module | nn.Param
 def _matching(
     model: nn.Module, named: Mapping[str, nn.Parameter], pattern: str
 ) -> list[nn.Parameter]:
-    """Return the parameters with matching names and those below modules with matching names."""
+    """Return the parameters that match ``pattern`` or are in a module that matches it."""
     found = []
     for name in fnmatch.filter(named, pattern):
         found.append(named[name])
     for name, module in model.named_modules():
-        # The root has an empty name, and no pattern is meant for the root.
+        # Skip the root: its name is empty, and the pattern * must not select it.
         if name and fnmatch.fnmatchcase(fqn_of(name), pattern):
             found += module.parameters()
     if not found:
@@ -74,9 +76,9 @@ def _matching(
 def ignored_parameters(
     model: nn.Module, names: Collection[str], device_type: str
 ) -> set[nn.Parameter]:
-    """Return the parameters with these FQNs, moved to this rank's device.
+    """Return the parameters with the FQNs ``names``, moved to this rank's device.
 
-    `fully_shard` ignores them. Raises `ConfigError` for a parameter that the tensor plan splits.
+    `fully_shard` must ignore them. Raises `ConfigError` for a parameter in the tensor plan.
     """
     found: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters():
@@ -87,9 +89,10 @@ def ignored_parameters(
                 f"ignored: {fqn_of(name)} is in the tensor plan, which splits or "
                 "replicates it: choose one of both"
             )
-        # On meta nothing needs to move; values are created on the right device after sharding.
+        # Parameters on meta get their storage on the right device after sharding.
         if not parameter.is_meta and parameter.device.type != device_type:
-            # `.data` keeps the object, because `fully_shard` finds ignored parameters by identity.
+            # Assign `.data` to keep the parameter object, because `fully_shard` compares ignored
+            # parameters by identity.
             parameter.data = parameter.data.to(current_device(device_type))
         found.add(parameter)
     return found

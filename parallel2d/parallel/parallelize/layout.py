@@ -1,10 +1,10 @@
-"""The layout of a model over the ranks, resolved before anything changes: `resolve`, `Layout`.
+"""The layout of a model over the ranks, computed before the model changes: `resolve`, `Layout`.
 
-`parallelize` applies the layout, `cost` computes its cost, and a run records it.
+`parallelize` applies the layout, `cost` predicts its memory and time, and a run records it.
 
-[Note: the peak-memory rank] Every axis splits a dim into parts of ceil(size / ranks) rows; the last
-parts are smaller or empty. The rank that is first on every axis therefore holds at least as much of
-each parameter as any other rank, and its memory is the maximum over ranks.
+[Note: the peak-memory rank] Every axis splits a dim into shards of ceil(size / ranks) rows; the
+last shards are smaller or empty. Therefore the rank with coordinate 0 on every axis holds the
+largest shard of each parameter, and its memory is the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from parallel2d.parallel.sync.methods.method import SyncMethod
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One tensor of a sample."""
+    """Shape and dtype of one tensor of a sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int64
@@ -58,16 +58,18 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class SampleShape:
-    """The tensors of one sample."""
+    """Shapes and dtypes of the tensors of one sample."""
 
-    noun: str = "tokens"  # unit of a sample count
-    # A `TensorShape`, or several in a tuple or a dict by parameter name, as the model takes them
+    noun: str = "tokens"  # name of the counted units in messages
+    # A `TensorShape`, a tuple of them (positional arguments of the model), or a dict of them
+    # (keyword arguments of the model)
     inputs: Any = TensorShape(())
     targets: TensorShape | None = TensorShape(())  # None for data without targets
 
     @property
     def targets_per_sample(self) -> int:
-        """Number of targets, such as the T of a sequence; 1 for a class, and for real values."""
+        """Number of targets of one sample: the length of a sequence of tokens; 1 for a class or for
+        floating-point targets."""
         if self.targets is None or self.targets.dtype.is_floating_point:
             return 1
         return math.prod(self.targets.shape)
@@ -100,11 +102,13 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a rank in a step, and its device."""
+    """The computation of a rank in a step, and its device."""
 
     micro_batch_size: int = 1
     accumulation: int = 1
-    sample: SampleShape = field(default_factory=SampleShape)  # dtypes as they reach the model
+    sample: SampleShape = field(
+        default_factory=SampleShape
+    )  # with the dtypes of the model's inputs
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: frozenset[str] = frozenset()  # FQNs of the parameters that Muon updates
     device_type: str = ""  # decides which collectives run; empty: the mesh's device type
@@ -116,13 +120,13 @@ class Workload:
 
 
 class ParameterShape(NamedTuple):
-    """One parameter on the first rank of the tensor axis, before other axes split it.
+    """One parameter, with its shape on the first rank of the tensor axis.
 
-    Itemsizes are bytes of one element.
+    An itemsize is the bytes of one element.
     """
 
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]  # unsharded, over all tensor ranks
+    shape: tuple[int, ...]  # on the first tensor rank, before the shard axis splits it
+    whole: tuple[int, ...]  # shape of the unsharded parameter, over all tensor ranks
     tensor_dim: int | None  # the dim that the tensor axis splits
     stored: int  # itemsize of the sharded parameter
     gathered: int  # itemsize of the unsharded parameter
@@ -134,43 +138,49 @@ class ParameterShape(NamedTuple):
 
     @property
     def sum_itemsize(self) -> int:
-        """Itemsize of sums of gradients and of outer parameters: fp32 at least."""
+        """Itemsize of accumulated gradients and of outer parameters: at least 4 bytes (fp32)."""
         return max(4, self.stored)
 
 
 def first_part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the shape of the first of ``ranks`` parts by rows; see [Note: the peak-memory
-    rank]."""
+    """Return the shape of the shard on rank 0, if ``ranks`` ranks split dim 0.
+
+    See [Note: the peak-memory rank].
+    """
     return (-(-shape[0] // ranks), *shape[1:])
 
 
 class LayoutGroup(NamedTuple):
-    """Modules that share one all-gather and one reduce-scatter."""
+    """One FSDP group: modules that share one all-gather and one reduce-scatter."""
 
     modules: tuple[str, ...]  # names; the root has an empty name
     policy: MixedPrecisionPolicy
-    parameters: tuple[ParameterShape, ...]  # without the parameters of earlier groups
-    is_replicated: bool = False  # every rank of the shard axis keeps all of it
+    parameters: tuple[ParameterShape, ...]  # without parameters that belong to an inner group
+    is_replicated: bool = False  # True if each rank holds the unsharded parameters
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The state and the work of each rank of a job. Raises `ConfigError` for settings that this
-    mesh or device excludes, also in `dataclasses.replace`."""
+    """The FSDP groups, the settings and the workload of a job.
+
+    The constructor, and therefore `dataclasses.replace`, raises `ConfigError` for settings that the
+    mesh or the device does not support.
+    """
 
     config: ParallelConfig
     shape: MeshShape
     workload: Workload
     tensor_plan: Mapping[str, object] | None
-    blocks: tuple[str, ...]  # names of the modules that repeat
+    blocks: tuple[str, ...]  # names of the repeated blocks
     ignored: tuple[str, ...]  # FQNs of the parameters that are excluded from sharding
     hidden: frozenset[str]  # FQNs of the hidden matrices
     groups: tuple[LayoutGroup, ...]  # innermost first, the root last
-    # The parameters of a group, and the number of equal groups: a Llama of 126 blocks has two
+    # (parameters of a group, number of sharded groups with equal parameters). A Llama with 126
+    # blocks has two entries: the block and the root.
     equal_groups: tuple[tuple[tuple[ParameterShape, ...], int], ...]
-    whole: tuple[ParameterShape, ...]  # replicated parameters: without dimensions, or ignored
-    buffer_bytes: int  # of all buffers, which are replicated too
-    # Settings of the modules that only some ranks run, by name
+    whole: tuple[ParameterShape, ...]  # replicated parameters: without dims, empty, or ignored
+    buffer_bytes: int  # bytes of all buffers, which are also replicated
+    # Settings of the conditional modules by name; see `parallelize.conditional`
     conditional: Mapping[str, str | Always] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,7 +197,7 @@ class Layout:
 
     @property
     def local_parameters(self) -> int:
-        """Elements on the peak-memory rank."""
+        """Number of parameter elements on the peak-memory rank."""
         numel = sum(math.prod(parameter.shape) for parameter in self.whole)
         numel += sum(math.prod(each.shape) for group in self.replicated for each in group)
         for group, count in self.equal_groups:
@@ -199,7 +209,7 @@ class Layout:
 
     @property
     def replicated(self) -> list[tuple[ParameterShape, ...]]:
-        """The parameters of each group that every rank of the shard axis keeps."""
+        """The parameters of each replicated group."""
         found: list[tuple[ParameterShape, ...]] = []
         for group in self.groups:
             if group.is_replicated:
@@ -216,7 +226,7 @@ class Layout:
         return list(zip(self.blocks, map(model.get_submodule, self.blocks), strict=True))
 
     def replicated_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that every rank of the shard axis keeps."""
+        """Return the modules of the replicated groups."""
         found: list[nn.Module] = []
         for group in self.groups:
             if group.is_replicated:
@@ -243,17 +253,17 @@ def resolve(
     ignored: Sequence[str | nn.Module | nn.Parameter] = (),
     conditional: Conditional | None = None,
 ) -> Layout:
-    """Resolve the layout of ``model``, which is plain and is not changed.
+    """Compute the layout of ``model``, which is not sharded and does not change.
 
-    `preconditions.check_parameters` must accept the model.
+    `preconditions.check_parameters` must have accepted the model.
 
     Args:
         config: all settings of `parallelize`.
         shape: the resolved sizes of the axes.
-        model: the model, with real weights or on meta.
-        workload: the work of a step; the default is one sequence per micro-batch.
-        mesh: the mesh of these sizes, if it exists. Without a mesh, parameters under a custom
-            style in ``tensor_plan`` count as not split.
+        model: the model, with weights or on meta.
+        workload: the computation of a step; the default is one sequence per micro-batch.
+        mesh: the mesh of these sizes, if it exists. Without a mesh, parameters with a custom
+            style in ``tensor_plan`` count as not split by the tensor axis.
         tensor_plan: see `parallelize`.
         ignored: see `parallelize`.
         conditional: see `parallelize`.
@@ -312,7 +322,7 @@ def resolve(
 
 @dataclass
 class _Collector:
-    """Assigns each parameter to its FSDP group: the innermost group that contains the parameter.
+    """Assigns each parameter to the innermost FSDP group that contains it.
 
     Attributes:
         stored: storage dtypes of the parameters.
@@ -321,9 +331,9 @@ class _Collector:
         muon: FQNs of the parameters that Muon updates.
         hidden: FQNs of the hidden matrices.
         tensor: size of the tensor axis.
-        tensor_dims: the dim that the tensor axis splits.
+        tensor_dims: the dim that the tensor axis splits, for each parameter that it splits.
         whole: the parameters that stay replicated.
-        taken: the assigned parameters.
+        taken: the parameters that already have a group.
     """
 
     precision: Precision
@@ -340,7 +350,7 @@ class _Collector:
     def groups(
         self, model: nn.Module, buckets: Sequence[Sequence[nn.Module]]
     ) -> Iterator[LayoutGroup]:
-        """Yield the groups, innermost first, the root last."""
+        """Yield the groups from the innermost to the root."""
         precision = self.precision
         names = names_by_id(model.named_modules())
         for modules in buckets:
@@ -379,15 +389,15 @@ class _Collector:
         local = list(parameter.shape)
         if dim is not None:
             local[dim] = -(-local[dim] // self.tensor)
-        # If the policy has no dtype, parameters are gathered in their storage dtype, and gradients
-        # are reduced in the dtype that autograd returns.
+        # Without ``param_dtype``, parameters are all-gathered in their storage dtype. Without
+        # ``reduce_dtype``, gradients are reduced in the dtype that autograd returns.
         stored = self.stored.get(parameter, parameter.dtype)
         gathered = policy.param_dtype or stored
         # Integer and complex parameters are never cast.
         if not stored.is_floating_point:
             gathered = stored
         reduced = policy.reduce_dtype or gathered
-        # `Scalar` casts gradients to the dtype of the parameter.
+        # `scalars.Scalar` casts the gradients of parameters without dims to their storage dtype.
         keeps_reduced = self.precision.keep_reduced and not stays_replicated(parameter)
         return ParameterShape(
             shape=tuple(local),

@@ -1,7 +1,9 @@
-"""Calls of scripts for ``DistributedDataParallel`` and transformers: `explain_model_calls`.
+"""Support for scripts written for ``DistributedDataParallel`` or transformers:
+`explain_model_calls`.
 
-Calls on the model, and pickles of its tensors, either work or raise an error that names the remedy.
-All changes are on the model object and its tensors, for as long as they live.
+Such a script calls methods of the model, or pickles its tensors, in ways that sharding changes. The
+calls then either work or raise an error that names the remedy. The changes are attributes of the
+model object and of its tensors, and no changes of torch.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Prepare ``model``, after `fully_shard`, for these calls."""
+    """Prepare ``model``, after `fully_shard`, for the calls of such scripts."""
     model.register_load_state_dict_pre_hook(_refuse_plain_tensors)
     model.register_state_dict_post_hook(_mark_state)
     for parameter in model.parameters():
@@ -46,7 +48,7 @@ def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
         vars(model)["no_sync"] = functools.partial(no_sync, model)
     _explain_missing_wrapper(model)
     for _, module in sharded_modules(model):
-        # `Module.to`, `half` and others go through `_apply`.
+        # `Module.to`, `Module.half` and similar methods call `_apply`.
         vars(module)["_apply"] = functools.partial(_apply, model, module, module._apply)
     for module in model.modules():
         save = getattr(module, "save_pretrained", None)
@@ -55,9 +57,10 @@ def explain_model_calls(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _PickleWarning:
-    """Attribute that makes the pickle of a tensor warn: the pickle holds one rank's local shard.
+    """Attribute of a tensor that logs a warning when the tensor is pickled.
 
-    `torch.load` reads an empty dict in its place, also with ``weights_only``.
+    The pickle contains only this rank's local shard. `torch.load` reads an empty dict in the place
+    of this object, also with ``weights_only``.
     """
 
     def __reduce__(self) -> Any:
@@ -73,7 +76,7 @@ _PICKLE_WARNING = _PickleWarning()
 
 @functools.cache
 def warn_of_parts() -> None:
-    """Warn, once per process, of a pickle that holds local shards."""
+    """Warn, once per process, that a pickle contains only local shards."""
     log.warning(
         "torch.save, or another pickle, of sharded tensors writes only this rank's local "
         "shards: call parallel2d.save_full(path, model, optimizer) on all ranks to write unsharded "
@@ -86,17 +89,17 @@ def _mark_pickle(tensor: DTensor) -> None:
 
 
 def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Run after ``state_dict``, whose tensors are not the parameter objects."""
+    """Mark the tensors of a ``state_dict``, which are not the parameter objects. Post-hook."""
     for value in state.values():
         if isinstance(value, DTensor):
             _mark_pickle(value)
 
 
 class _PlainTensors:
-    """The method ``name`` of a sharded parameter, such as ``new_zeros``.
+    """Replacement of a method of a sharded parameter that creates a tensor, such as ``new_zeros``.
 
-    Returns a plain tensor of any size: scripts create a first hidden state by this method, on the
-    device and in the dtype of a parameter.
+    It returns a ``torch.Tensor`` instead of a `DTensor`. Scripts use such a method to create a
+    first hidden state with the device and dtype of a parameter.
     """
 
     def __init__(self, name: str, parameter: DTensor) -> None:
@@ -109,17 +112,17 @@ class _PlainTensors:
 
 
 def _make_plain_tensors(parameter: DTensor) -> None:
-    # Attributes of the object precede methods of its class.
+    # An attribute of the object hides the method of its class.
     for name in ("new_empty", "new_full", "new_ones", "new_zeros"):
         vars(parameter)[name] = _PlainTensors(name, parameter)
 
 
 def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Raise `ConfigError` before ``load_state_dict`` loads plain tensors into sharded parameters.
+    """Raise `ConfigError` if ``load_state_dict`` gets unsharded tensors for sharded parameters.
 
-    torch would refuse these tensors one by one.
+    Without this hook torch would raise an error for each tensor.
     """
-    if prefix:  # the state belongs to another model around this model
+    if prefix:  # the state belongs to a model that contains this model
         return
     for name, parameter in model.named_parameters():
         value = state.get(name)
@@ -135,15 +138,16 @@ def _refuse_plain_tensors(model: nn.Module, state: dict[str, Any], prefix: str, 
 def check_ranks_share_data(model: nn.Module, mesh: DeviceMesh, axis: str) -> None:
     """Compare the inputs of the first forward over the context or tensor ``axis``.
 
-    A sampler keyed on the global rank feeds different data to the ranks of this axis. Their parts
-    of one sequence, or of one matrix product, would mix these data without an error.
+    All ranks of this axis must get the same data. If a sampler uses the global rank, they get
+    different data. Each rank would then compute its part of a sequence or of a matrix product from
+    other data, without an error.
     """
     if axis not in axis_names(mesh):
         return
     group = mesh.get_group(axis)
 
-    # Only in the first forward: a sampler that is right once stays right. An earlier hook may have
-    # called the model; torch then calls this hook again without ``kwargs``.
+    # The first forward is enough, because a sampler does not change its ranks later. If an earlier
+    # hook has called the model, torch calls this hook a second time without ``kwargs``.
     def compare(_module: nn.Module, args: Any, kwargs: Any = None) -> None:
         handle.remove()
         if len(set(all_gather(_digest((args, kwargs)), group))) > 1:
@@ -177,14 +181,15 @@ def _apply(
     is_used = engine.has_run or type(engine.updates) is not UpdateFollower
     for dtype in {parameter.dtype for parameter in model.parameters()}:
         wanted = function(torch.empty(0, dtype=dtype)).dtype
-        # Communication over replicas keeps the dtype that the configuration names.
+        # The communication over replicas has the dtype of the configuration. A wider dtype of the
+        # parameters would not change it.
         is_wider = engine.buckets is not None and wanted.itemsize > dtype.itemsize
         if wanted != dtype and (is_used or is_wider):
             raise ConfigError(
                 f"model.to({wanted}): parameters are gathered, reduced and updated in "
                 f"{dtype}; choose the dtype by parallelize(..., ParallelConfig(precision=...))"
             )
-    # torch swaps the contents of parameters, including their attributes.
+    # torch may swap the contents of a parameter with a new tensor, which lacks the attributes.
     attributes = []
     for parameter in module.parameters():
         attributes.append(dict(vars(parameter)))
@@ -207,15 +212,15 @@ def _save_unsharded(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _explain_missing_wrapper(model: nn.Module) -> None:
-    """Make ``model.module`` an error that explains the missing wrapper.
+    """Make ``model.module`` raise an error that explains that there is no wrapper.
 
-    ``model`` gets a separate class, because `fully_shard` makes one class for all modules of a
-    class.
+    ``model`` gets a class that no other module has. The class from `fully_shard` is shared by all
+    sharded modules of one original class.
     """
     kind = type(model)
 
-    # A property does not work here: torch replaces its AttributeError, and a property hides a child
-    # module of the same name.
+    # A property ``module`` would not work: torch replaces its AttributeError by a different error,
+    # and the property would hide a child module that is called ``module``.
     def find(self: Any, name: str) -> Any:
         try:
             return super(kind, self).__getattr__(name)
@@ -225,8 +230,8 @@ def _explain_missing_wrapper(model: nn.Module) -> None:
             problem = "model.module: parallelize(...) returns the model itself, without a wrapper"
             raise AttributeError(f"{problem}; use model") from error
 
-    # A module may create modules of its class, such as a slice of a sequence. As in FSDP, these
-    # modules have the plain class.
+    # A module may create modules of its class: a slice of `nn.Sequential` is an `nn.Sequential`. As
+    # in FSDP, these new modules have the original class.
     def make(_kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = kind(*args, **kwargs)
         return made

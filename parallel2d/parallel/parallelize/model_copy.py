@@ -1,7 +1,8 @@
-"""Copies of a parallelized model on its layout: a frozen `sharded_copy`, and ``copy.deepcopy``.
+"""Sharded copies of a parallelized model: `sharded_copy` (frozen) and ``copy.deepcopy``.
 
-Hooks and groups refer to their own model. A copy therefore starts from a meta copy of the structure
-before the transforms, and the transforms are applied again.
+The hooks and FSDP groups of a model refer to that model, so they cannot be copied. Therefore a meta
+copy of the model is made before the transforms of `parallelize`. A sharded copy starts from this
+meta copy, and the transforms are applied to it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Transforms = Callable[[nn.Module, WeightSource], nn.Module]
 
 
 def refuse_copy(name: str, _memo: Any) -> None:
-    """Raise `ConfigError` for a copy of one module of a model, whose hooks refer to the model."""
+    """Raise `ConfigError` for a deep copy of one module of a sharded model.
+
+    The hooks of the module refer to the model, so the module cannot be copied without the model.
+    """
     raise ConfigError(
         f"deepcopy: {name} is a module of a sharded model: copy the whole model by copy.deepcopy "
         f"and take its {name}, or copy {name} before parallelize"
@@ -41,9 +45,10 @@ def refuse_copy(name: str, _memo: Any) -> None:
 
 
 def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]:
-    """Return a function that copies ``model``, and freezes the copy if called with ``frozen``.
+    """Return a function that copies ``model``, and freezes the copy if its argument ``frozen`` is
+    True.
 
-    Called on the plain ``model``, before ``transforms`` change it.
+    Call `copier` before ``transforms`` change the model.
     """
     blueprint: Any = None
     reason = f"deepcopy: {type(model).__name__} cannot be copied: "
@@ -72,12 +77,12 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
         twin: nn.Module = copy.deepcopy(blueprint)
         trained = {name for name, each in parameters_by_name(model).items() if each.requires_grad}
         for name, parameter in parameters_by_name(twin).items():
-            # Freeze before the transforms, which allocate training memory only for trained
-            # parameters.
+            # Freeze before the transforms, because they allocate buffers for training only for
+            # trained parameters.
             parameter.requires_grad_(name in trained and not frozen)
         with among(part_of(model)):
-            # All tensors are given. A constructor must not draw values, because a copy may be made
-            # on some ranks only.
+            # ``give`` fills all tensors, so no tensor is initialized. Initialization would be
+            # collective, and a script may copy the model on some ranks only.
             source = WeightSource(
                 twin, seed=0, init=lambda *_: None, broadcast_from=None, given=give
             )
@@ -93,7 +98,8 @@ def copier(model: nn.Module, transforms: Transforms) -> Callable[..., nn.Module]
 
 
 def _free_if_frozen(module: nn.Module, *_: Any) -> None:
-    """Reshard after a forward without backward: the next update needs the local shards."""
+    """Reshard ``module`` after a forward without backward, because `ShardedCopy.update` needs local
+    shards. Forward hook."""
     is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     if not is_trained:
         reshard(module)
@@ -112,7 +118,7 @@ class ShardedCopy:
 
     def __getattr__(self, name: str) -> Any:
         """Look up all other attributes on the module: ``ema.eval()``, ``ema.state_dict()``."""
-        if name == "module":  # it is being built
+        if name == "module":  # the constructor has not set it yet
             raise AttributeError(name)
         return getattr(self.module, name)
 
@@ -121,7 +127,7 @@ class ShardedCopy:
         """Set each trained parameter to ``decay * self + (1 - decay) * model``, and copy buffers.
 
         No communication. Raises `ConfigError` for a ``decay`` outside of [0, 1], and for 16-bit
-        parameters, because their averages would not move.
+        parameters with ``decay > 0``, because rounding would remove the small changes.
         """
         reshard(self.module)
         here = parameters_by_name(self.module)
@@ -142,9 +148,9 @@ class ShardedCopy:
 def sharded_copy(model: nn.Module) -> ShardedCopy:
     """Return a frozen copy of ``model``, from `parallel2d.parallelize`, sharded like the model.
 
-    Collective. The copy starts from the state that all replicas share. ``ema(x)`` evaluates the
-    copy, ``ema.update(0.999)`` moves its EMA weights, and ``ema.module`` is saved like any model.
-    Hooks set after `parallelize` are not copied. Raises `ConfigError` for a model that cannot be
-    copied.
+    Collective. The copy starts from the last state that all replicas share. With
+    ``ema = sharded_copy(model)``, ``ema(x)`` evaluates the copy, ``ema.update(0.999)`` updates its
+    EMA weights, and ``ema.module`` is the module to save. Hooks that were registered after
+    `parallelize` are not copied. Raises `ConfigError` for a model that cannot be copied.
     """
     return ShardedCopy(model)

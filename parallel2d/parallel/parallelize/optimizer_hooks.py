@@ -1,8 +1,9 @@
-"""Hooks of all optimizers that update parameters of parallelized models: `follow_steps`.
+"""Step hooks for optimizers that update parameters of parallelized models: `follow_steps`.
 
-Before a step the hooks refuse misuse, shard loaded unsharded state, and notify the models of the
-update. An elementwise optimizer gets this rank's local shards as plain tensors: torch's pre-hook
-may replace the arguments of the step, so it passes a stand-in optimizer of the local shards.
+Before a step the hooks raise errors for misuse, shard an unsharded optimizer state that a script
+has loaded, and notify the models of the update. If the optimizer is elementwise, the step runs on
+this rank's local shards, without the overhead of `DTensor`. For this, the pre-hook replaces the
+``self`` argument of the step by a stand-in optimizer, whose parameters are the local shards.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from parallel2d.parallel.weights.geometry import as_part
 from parallel2d.parallel.weights.named_tensors import stepped_by
 from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
-# Attribute of an optimizer: the state object that is already sharded. Loading makes a new object.
+# Attribute of an optimizer: its state object after `_shard_loaded_state`. Loading a state makes a
+# new object, which must be sharded again.
 _CUT = "_parallel2d_cut"
 # torch's optimizers that update each element independently, under all arguments
 ELEMENTWISE = (
@@ -47,7 +49,7 @@ _handles: list[RemovableHandle] = []
 
 
 def follow_steps(gathered: UnshardedParameters) -> None:
-    """Register the hooks. They are removed with the last parallelized model."""
+    """Register the hooks for a model. They are removed with the last parallelized model."""
     _followed.append(weakref.ref(gathered, _leave))
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
@@ -88,8 +90,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             raise script_checks.refusal(optimizer, "would round differently on sharded parameters")
         _shard_loaded_state(optimizer)
         vars(optimizer)[_CUT] = optimizer.state
-    # A closure computes gradients of the sharded parameters, so the step must use the sharded
-    # parameters.
+    # A closure sets the gradients of the sharded parameters, so the step must run on the sharded
+    # parameters themselves.
     if len(args) > 1 or kwargs:
         script_checks.runs_closure()
         return None
@@ -104,7 +106,7 @@ def _after_step(optimizer: Optimizer, args: Any, _kwargs: Any) -> None:
     stand_in = vars(args[0]).pop(_STAND_IN, None)
     if stand_in is not None:
         stand_in.hand_over(optimizer)
-    # A foreach update of `DTensor`s does not count as an in-place change, so it is counted here.
+    # A foreach update of `DTensor`s does not increment their version counters, so increment them.
     with quick_reads():
         updated = [each for each in parameters if each.grad is not None]
     torch.autograd.graph.increment_version(filter(_is_sharded, updated))
@@ -122,7 +124,7 @@ def _shard_loaded_state(optimizer: Optimizer) -> None:
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items() if isinstance(parameter, DTensor) else ():
             is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            # The step count of a parameter without dims has the same shape.
+            # Skip the step count, which has the shape of a parameter without dims.
             if is_whole and key != "step" and value.shape == parameter.shape:
                 entries[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 copy_part(entries[key], value)
@@ -130,11 +132,11 @@ def _shard_loaded_state(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _parts_of(optimizer: Optimizer) -> dict[Tensor, Tensor] | None:
-    """Return the local shard, with its gradient, that the optimizer can update per parameter.
+    """Map each parameter to its local shard, with the local shard of its gradient.
 
     None if the optimizer needs more than local shards.
     """
-    # A subclass may override any method.
+    # Compare types exactly, because a subclass may override any method.
     if type(optimizer) not in ELEMENTWISE:
         return None
     parts: dict[Tensor, Tensor] = {}
@@ -148,7 +150,7 @@ def _parts_of(optimizer: Optimizer) -> dict[Tensor, Tensor] | None:
                     part = part_of(parameter).detach()
                     gradient = parameter.grad
                     if gradient is not None:
-                        # Refused: a partial sum, or a gradient of another dtype
+                        # For example a gradient with a partial placement, or of another dtype
                         if not _is_split_alike(gradient, parameter):
                             return None
                         part.grad = part_of(gradient)
@@ -165,7 +167,7 @@ def _is_split_alike(tensor: Tensor, parameter: DTensor) -> bool:
     )
 
 
-# Attribute of the optimizer that steps in the place of another: its `_StandIn`
+# Attribute of a stand-in optimizer: its `_StandIn`
 _STAND_IN = "_parallel2d_stand_in"
 
 
@@ -188,7 +190,7 @@ class _StandIn:
             groups.append({**group, "params": [parts[each] for each in group["params"]]})
         made = object.__new__(type(optimizer))
         stand_in = cls(made, parts)
-        # This includes attributes of other code, such as the scale of a gradient scaler.
+        # Copy all attributes, also those that other code sets, such as a scale of `GradScaler`.
         vars(made).update(vars(optimizer), param_groups=groups, state=state)
         vars(made)[_STAND_IN] = stand_in
         return stand_in

@@ -49,8 +49,8 @@ class Precision:
         Raises `ConfigError` for a class in ``config.fp32_modules`` that ``model`` does not contain.
         """
         buffers = config.buffers
-        # Buffers keep the dtype of the constructor, except that fp64 storage needs fp64 buffers: a
-        # narrower dtype would lose precision.
+        # By default buffers keep the dtype of the constructor. With fp64 storage they become fp64,
+        # because a narrower dtype would lose precision.
         if buffers is None and config.storage == "fp64":
             buffers = "fp64"
         return cls(
@@ -71,7 +71,7 @@ class Precision:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """The policy for `fully_shard`; a dtype that equals FSDP's default is omitted."""
+        """The policy for `fully_shard`; None for a dtype that equals FSDP's default."""
         param = None if self.param == self.storage else self.param
         reduce = None if self.reduce == self.param else self.reduce
         return MixedPrecisionPolicy(
@@ -80,15 +80,18 @@ class Precision:
 
 
 def input_dtype(config: PrecisionConfig) -> torch.dtype | None:
-    """Return the dtype of floating-point inputs in the model; None: unchanged."""
+    """Return the dtype to which the model casts floating-point inputs; None: no cast."""
     if not config.cast_forward_inputs:
         return None
     return DTYPES[config.param]
 
 
 def cast_inputs(model: nn.Module, precision: Precision) -> None:
-    """Make ``model`` cast its floating-point inputs if ``param`` equals ``storage``, because
-    `fully_shard` does not cast them then. Inputs of blocks are not cast, as in one process."""
+    """Make ``model`` cast its floating-point inputs if ``param`` equals ``storage``.
+
+    In this case `fully_shard` gets no ``param_dtype`` and does not cast inputs. The inputs of
+    blocks are not cast, as in training in one process.
+    """
     if not precision.cast_inputs or precision.param != precision.storage:
         return
 
@@ -98,10 +101,10 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
         return leaf.dtype != precision.param
 
     def cast(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # A script may change the dtype of the model later, as with `nn.Module.float`.
+        # A script may have changed the dtype of the model, for example by `nn.Module.float`.
         if all(parameter.dtype != precision.param for parameter in model.parameters()):
             return None
-        # Containers are copied only where it is needed.
+        # Return early, because `tree_map` copies containers.
         if not any(map(is_other, tree_leaves((args, kwargs)))):
             return None
         return tree_map(
@@ -112,7 +115,8 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
 
 
 def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
-    """Return ids of the modules of these classes that own parameters, and of modules in them."""
+    """Return the ids of the modules with direct parameters that are of these classes or inside of
+    a module of these classes."""
     missing = set(classes)
     found: set[int] = set()
     for module in model.modules():
@@ -133,10 +137,10 @@ def _fp32_modules(model: nn.Module, classes: Collection[str]) -> set[int]:
 def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str] = ()) -> nn.Module:
     """Cast parameters and buffers to their storage dtypes, and make both contiguous.
 
-    A complex parameter gets the complex dtype of the same width. The parameters of
-    ``precision.fp32_modules`` are stored in fp32 at least, and parameters with FQNs in ``ignored``
-    in the compute dtype. Raises `ConfigError` for complex parameters in fewer than 32 bits, because
-    torch has no such dtype.
+    A complex parameter gets the complex dtype with real and imaginary parts of the storage dtype.
+    The parameters of ``precision.fp32_modules`` are stored in fp32 or wider. Parameters with FQNs
+    in ``ignored`` are stored in the compute dtype. Raises `ConfigError` for a complex parameter if
+    a dtype of ``precision`` has fewer than 32 bits.
     """
     storage = storage_dtypes(model, precision, ignored)
     cast: dict[nn.Parameter, nn.Parameter] = {}
@@ -148,7 +152,7 @@ def cast_storage(model: nn.Module, precision: Precision, ignored: Container[str]
             cast[parameter] = nn.Parameter(stored, parameter.requires_grad)
     for module in model.modules():
         for name, held in list(direct_parameters(module)):
-            # A tied parameter is replaced by one new parameter in all of its modules.
+            # A tied parameter is replaced by the same new parameter in all its modules.
             if held in cast:
                 setattr(module, name, cast[held])
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -185,7 +189,7 @@ def storage_dtypes(
 
 
 def buffer_dtype(buffer: torch.Tensor, precision: Precision) -> torch.dtype:
-    """Return the storage dtype of a buffer; complex buffers need a dtype of 32 bits or more."""
+    """Return the storage dtype of a buffer. Complex buffers are cast only to 32 bits or more."""
     dtype = precision.buffers
     if dtype is not None and buffer.is_floating_point():
         return dtype

@@ -1,4 +1,4 @@
-"""Checks of `parallelize` before it changes anything: `check`, and the rules of a `Layout`."""
+"""Checks that `parallelize` and `Layout` run before the model changes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from parallel2d.parallel.weights.named_tensors import stepped_by
 
 
 def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
-    """Make `check_parameters` refuse another model with the parameters of ``model``.
+    """Mark the parameters of ``model``, so that `check_parameters` rejects them in another model.
 
-    Parameters with names in ``ignored`` may be shared.
+    Parameters with FQNs in ``ignored`` may be shared with another model and are not marked.
     """
     for name, parameter in model.named_parameters():
         if fqn_of(name) not in ignored:
@@ -47,10 +47,10 @@ def mark_sharded(model: nn.Module, ignored: Container[str]) -> None:
 
 
 def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: Topology) -> None:
-    """Raise `ConfigError` for conditions that a `Layout` does not show. Collective.
+    """Raise `ConfigError` for problems that cannot be found from a `Layout`. Collective.
 
-    These conditions concern the hosts of the ranks, the capabilities of their devices, their
-    versions of torch, and other holders of the model's parameters.
+    Checks the hosts of the ranks, the capabilities of their devices, their torch versions, and
+    other references to the model's parameters.
     """
     check_placement(ranks_of(mesh), topology, config.allow_cross_node)
     check_float8(config.precision, mesh.device_type)
@@ -66,9 +66,9 @@ def check(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, topology: 
 
 
 def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
-    """Raise `ConfigError` for arguments of `parallelize` that no model could have.
+    """Raise `ConfigError` for invalid arguments of `parallelize`.
 
-    Refused are a mesh or configuration of another type, settings that contradict each other, and a
+    Examples are a mesh or configuration of a wrong type, settings that contradict each other, and a
     model that is already sharded.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -110,13 +110,13 @@ def check_arguments(model: nn.Module, mesh: object, config: object) -> None:
 
 
 def _check_axes(mesh: DeviceMesh) -> None:
-    """Raise `ConfigError` for axes that a mesh of `build_mesh` never has."""
+    """Raise `ConfigError` for a missing shard axis, or for an optional axis of size 1."""
     sizes = dict(zip(axis_names(mesh), mesh.shape, strict=False))
     absent = []
     for axis in AXES[:2]:
         if axis not in sizes:
             absent.append(axis)
-    # For a mesh without names, `mesh_shape` raises an error with the required names.
+    # If the mesh has no axis names, `mesh_shape` raises an error that lists the required names.
     if "replicate" in sizes and absent:
         raise ConfigError(
             f"the mesh has no axis {absent[0]}: give it one of size 1, as build_mesh does, such as "
@@ -128,16 +128,16 @@ def _check_axes(mesh: DeviceMesh) -> None:
 
 
 def _check_no_optimizer(model: nn.Module) -> None:
-    """Raise `ConfigError` when a live optimizer holds parameters of ``model``.
+    """Raise `ConfigError` when an existing optimizer holds parameters of ``model``.
 
-    Sharding replaces the parameters, so the optimizer would train nothing.
+    Sharding replaces the parameters, so the optimizer would not train the model.
     """
     parameters = set(map(id, model.parameters()))
     for found in gc.get_objects():
-        # `isinstance` reads __class__, which may run code on a proxy; `type` does not.
+        # Use `type` and not `isinstance`, which reads __class__ and may run code of a proxy object.
         if not issubclass(type(found), torch.optim.Optimizer):
             continue
-        # Optimizers of other models may be alive.
+        # The optimizer may belong to another model.
         if parameters.intersection(map(id, stepped_by(found))):
             raise ConfigError(
                 f"{type(found).__name__} was built before parallelize: it holds parameters that "
@@ -147,10 +147,11 @@ def _check_no_optimizer(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise `ConfigError`, with the name, for a parameter that sharding would break silently.
+    """Raise `ConfigError` for a parameter that would train wrongly after sharding.
 
-    The causes are a gradient hook, a second reference to the parameter or its memory, an update by
-    the parameter's own module in forward, and a parameter without a size.
+    Such a parameter has a gradient hook, is referenced by an attribute of a module, shares memory
+    with another tensor, is changed by its module in forward (``max_norm``), has no size yet, is
+    missing in ``named_parameters()``, or belongs to another parallelized model.
     """
     names = names_by_id(model.named_parameters())
     for name, parameter in nn.Module.named_parameters(model):
@@ -183,7 +184,7 @@ def check_parameters(model: nn.Module) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     earlier = getattr(parameter, SHARDED_AS, None)
-    # A frozen parameter stays the same object in both models, unless its module is sharded.
+    # Two models may share a frozen parameter that is not a `DTensor` yet.
     if earlier is not None and (parameter.requires_grad or isinstance(parameter, DTensor)):
         raise ConfigError(
             f"{name} is {earlier} of another model, which parallelize has sharded: the two "
@@ -195,7 +196,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{name} has no size yet: run one forward pass of the model before parallelize, or "
             "give its sizes"
         )
-    # Post-accumulate hooks run when the gradient is complete; other hooks run on each contribution.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
             f"{name} has a gradient hook, which would never be called, because sharding "
@@ -212,19 +212,20 @@ def _check_references(
 ) -> None:
     """Raise `ConfigError` when an attribute or a buffer of ``module`` aliases a parameter.
 
-    ``names``: FQNs of the model's parameters by id.
+    ``names`` maps the id of each parameter of the model to its FQN.
     """
     for attribute, value in plain_attributes(module):
         if _is_computed_in_forward(module, attribute):
             continue
         for held in tensors_in(value):
             known = ""
-            # A frozen parameter that the model does not register is not sharded and stays valid.
+            # A frozen parameter that is not registered in the model is not sharded and stays valid.
             if isinstance(held, nn.Parameter) and (id(held) in names or held.requires_grad):
                 known = names.get(id(held), "a parameter that the model does not know")
             elif not isinstance(held, nn.Parameter):
                 for parameter in by_storage.get(storage_of(held), ()):
-                    # A view of a frozen parameter with values keeps these values.
+                    # A view of a frozen parameter stays valid, unless the parameter is on meta: its
+                    # values are set later, in other memory.
                     changes = parameter.requires_grad or parameter.is_meta
                     if changes and _overlap(held, parameter):
                         known = f"the memory of {names[id(parameter)]}"
@@ -246,9 +247,9 @@ def _is_computed_in_forward(module: nn.Module, attribute: str) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors of one storage share memory.
+    """Return True if the memory ranges of two tensors of one storage overlap.
 
-    A mapped file has many tensors, one after the other, in one storage.
+    Tensors of one storage need not overlap: a memory-mapped file holds many tensors in one storage.
     """
     ranges = []
     for tensor in (one, other):
@@ -271,8 +272,9 @@ def check_symmetric_memory(symmetric_memory: bool, device_type: str) -> None:
 def check_offload(cpu_offload: bool, device_type: str, replicate: int = 1) -> None:
     """Raise `ConfigError` for ``cpu_offload`` if it would have no effect or would fail.
 
-    It needs an accelerator, a single replica, and a process group with a CPU backend: the norm of
-    offloaded gradients, unsharded parameters and checkpoints are collectives of CPU tensors.
+    Offload needs an accelerator, a single replica, and a process group with a CPU backend. The CPU
+    backend runs the collectives on CPU tensors: for the gradient norm, for unsharding parameters,
+    and for checkpoints.
     """
     if not cpu_offload:
         return

@@ -1,17 +1,18 @@
-"""Prefetch: gather parameters some groups ahead of the computation (`prefetch_parameters`).
+"""Prefetch: all-gather the parameters of the next FSDP groups in advance (`prefetch_parameters`).
 
-[Note: the order of groups] Prefetching needs the order of execution, which may differ
-from the order of registration: a model may run its modules in any order, or run a module twice.
-Prefetch chains are therefore set at the end of the first forward, in the recorded order; the first
-forward runs without chains. A group that ran several times has no unique successor: it prefetches
-nothing, and is gathered when it runs. A later forward that runs other groups is still correct:
-unused prefetched parameters are dropped, at the cost of their all-gather.
+[Note: the order of groups] Prefetching needs the order in which groups run. It may differ from the
+order of registration: a model may run its modules in any order, or run a module twice. Therefore
+the first forward runs without prefetch and records the order. At its end each group gets a prefetch
+*chain*: the list of the next groups. A group that ran several times has no unique successor. It
+gets no chain, is in no chain, and is all-gathered when it runs. If a later forward runs other
+groups, its results are still correct: unused prefetched parameters are freed, and only the time of
+their all-gather is lost.
 
-Without a chain, torch prefetches one group in backward, from its own record of post-forward hooks.
-The forwards of a validation and of earlier micro-batches stay in this record. The group with the
-first entry of the current forward runs last in backward, and would prefetch the group of an earlier
-forward for nothing. This group therefore gets a chain that prefetches nothing. Forward chains are
-removed during backward, because checkpointed blocks run forward again there.
+Without a chain, torch prefetches one group in backward, by its record of post-forward hooks. This
+record also contains forwards of a validation and of earlier micro-batches. The first group of the
+current forward is the last in backward, and torch would prefetch a group of an earlier forward
+after it. Therefore this group gets a chain that prefetches no group. Forward chains are removed
+during backward, because activation checkpointing runs forwards of blocks there.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ Chains = list[tuple[Any, list[Any]]]
 
 
 def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConfig) -> nn.Module:
-    """Set the prefetch distance of the groups of ``model``, after `shard`.
+    """Make the FSDP groups of ``model`` prefetch as many groups ahead as ``config`` says.
 
-    On CPU, forward chains also make all-gathers asynchronous; on GPU streams do this.
+    Call this after `shard`. On CPU, forward prefetch also makes all-gathers asynchronous, because
+    CPUs have no streams.
     """
     if mesh_shape(mesh).shard == 1:
         if config != PrefetchConfig():
@@ -55,11 +57,11 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         set_asynchronous_gathers(model, True)
     ended: list[Group] = []  # groups of the running forward, in the order of their ends
     engine = engine_of(model)
-    # Groups without an all-gather: modules that only some ranks may run
+    # Replicated conditional modules: they have no all-gather, and only some ranks may run them
     left_out = {each.modules for each in engine.groups if each.replicated_over is not None}
-    # An empty chain would select torch's default, which is one group ahead in backward, by torch's
-    # record of forwards. The record has the groups of `left_out` on some ranks only, and these
-    # ranks would issue all-gathers in another order.
+    # A chain of only the module itself prefetches no group. An empty chain would select torch's
+    # default: one group ahead in backward, by torch's record of forwards. Only some ranks have the
+    # groups of `left_out` in this record, so the ranks would issue all-gathers in different orders.
     if config.backward == 0 or left_out:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -69,7 +71,7 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
             _record(group, ended)
 
     def set_chains(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        # Later forwards use the chains of the first forward, also if they run other groups.
+        # All later forwards use the chains of the first forward.
         handle.remove()
         times = Counter(map(id, ended))
         once = []
@@ -81,7 +83,8 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
         # Backward runs the groups in the reverse order of the ends of their forwards.
         if config.backward > 1 or (config.backward and left_out):
             for module, later in _chains(once[::-1], config.backward):
-                # An empty chain would select torch's default, so the last group names itself.
+                # An empty chain would select torch's default, so the last group gets a chain of
+                # itself.
                 module.set_modules_to_backward_prefetch(later or [module])
 
     model.register_forward_pre_hook(lambda *_: ended.clear(), prepend=True)
@@ -93,7 +96,7 @@ def prefetch_parameters(model: nn.Module, mesh: DeviceMesh, config: PrefetchConf
 
 
 def _record(group: Group, ended: list[Group]) -> None:
-    """Append ``group`` to ``ended`` at the end of its forward, when all of its modules have run."""
+    """Append ``group`` to ``ended`` whenever all its modules have run their forward."""
     running = set(group)
 
     def note(module: Any, _inputs: Any, _output: Any) -> None:
@@ -132,7 +135,8 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
     """Return the groups in the order in which their forwards begin.
 
-    A group begins before the groups inside it, and ends after them.
+    ``ended`` is the order in which they end. A group begins before the groups inside of it, and
+    ends after them.
     """
     begun: list[Group] = []
     for group in ended:
@@ -146,7 +150,7 @@ def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
 
 
 def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
-    """Set the forward prefetch of ``chains`` during forwards of ``model`` only."""
+    """Set the forward prefetch of ``chains`` only while a forward of ``model`` runs."""
 
     def begin(*_: Any) -> None:
         for module, later in chains:
@@ -156,16 +160,17 @@ def _follow_in_forward(model: nn.Module, chains: Chains) -> None:
         for module, _later in chains:
             module.set_modules_to_forward_prefetch([])
 
-    # `prepend`: FSDP's pre-forward hook of the root already prefetches, so chains are set before.
+    # With `prepend` the chains are set before FSDP's pre-forward hook of the root, which already
+    # prefetches.
     model.register_forward_pre_hook(begin, prepend=True)
     model.register_forward_hook(end, always_call=True)
 
 
 def _drop_unused(model: nn.Module) -> None:
-    """Drop parameters that a forward without gradients has prefetched and not used.
+    """Free parameters that a forward without gradients has prefetched and not used.
 
-    The next forward would use the outdated values. After a forward with gradients torch drops them
-    at the end of backward.
+    Otherwise the next forward would use these outdated values. After a forward with gradients torch
+    frees them at the end of backward.
     """
 
     def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -1,4 +1,8 @@
-"""The all-gather and the reduce-scatter of a group of parameters."""
+"""The custom all-gather and reduce-scatter of an FSDP group.
+
+Both write an entry in the order of the shard group before they issue their collective; see
+[Note: one order of collectives].
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,18 @@ from torch import Tensor
 from parallel2d.base.device import current_device
 from parallel2d.base.errors import ConfigError
 
-# Kinds of collectives, and the end of a backward pass as another kind
+# Kinds of entries: three collectives, and points such as the end of a backward pass
 GATHER, SCATTER, EXCHANGE, END = range(4)
 VERBS = ("gathers {}", "reduces {}", "reduces {}")
 
 
 class _Ordered:
-    """A collective that is entered in the order of the shard group before it is issued.
+    """Base of the custom collectives.
 
     Args:
-        enter: takes the kind, size and dtype. Raises `ConfigError` if the collective must not be
-            issued.
-        failed: cleans up, and returns the error to raise.
+        enter: called with kind, size and dtype before the collective. Raises `ConfigError` if the
+            collective must not be issued.
+        failed: called with that error. Cleans up, and returns the error to raise.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class _Ordered:
 
 
 class OrderedAllGather(_Ordered):
-    """The all-gather of a group of parameters."""
+    """The all-gather of one FSDP group."""
 
     def __call__(
         self,
@@ -57,11 +61,11 @@ class OrderedAllGather(_Ordered):
 
 
 class OrderedReduceScatter(_Ordered):
-    """The reduce-scatter of a group of gradients.
+    """The reduce-scatter of one FSDP group.
 
-    A payload of fewer than 32 bits is exchanged by an all-to-all and summed in fp32, so that each
-    contribution and the result are rounded once, instead of every partial sum (as in Megatron-LM
-    and VeOmni). A rank sends as many bytes as in a ring reduce-scatter.
+    Gradients with fewer than 32 bits are exchanged by an all-to-all and summed in fp32, as in
+    Megatron-LM and VeOmni. Only the contributions and the result are rounded; a reduce-scatter
+    would also round every partial sum. A rank sends as many bytes as in a ring reduce-scatter.
     """
 
     def __call__(
@@ -79,9 +83,9 @@ class OrderedReduceScatter(_Ordered):
             )
         assert not async_op, "the engine never asks for it"
         self._enter(EXCHANGE, input_tensor)
-        # FSDP calls this on its reduce-scatter stream, and records its event on that stream after
-        # the call. All kernels below run on that stream, so the event also covers the sum, and
-        # FSDP may reuse the memory of the input after it.
+        # FSDP calls this method on its reduce-scatter stream, and records an event on that stream
+        # after the call. All kernels below run on that stream, so the event comes after the sum,
+        # and FSDP may reuse the memory of the input after the event.
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         total = received.view(group.size(), -1).sum(0, dtype=torch.float32)
@@ -94,7 +98,7 @@ class OrderedReduceScatter(_Ordered):
 def join(
     kind: int, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, device_type: str
 ) -> None:
-    """Take part, with zeros, in a collective that other ranks have issued."""
+    """Contribute zeros to a collective that other ranks have issued."""
     whole = torch.zeros(numel, dtype=dtype, device=current_device(device_type))
     part = whole[: numel // group.size()].clone()
     if kind == GATHER:

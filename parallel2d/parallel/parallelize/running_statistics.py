@@ -35,8 +35,10 @@ class RunningStatistics:
         self.differ = self._was_said = False
 
     def before_forward(self, *_: Any) -> None:
-        """Record, without communication, that the statistics of ranks will differ, or warn once
-        that they differ."""
+        """Record that a forward in training makes the ranks differ; warn once in evaluation.
+
+        Pre-forward hook, without communication.
+        """
         if any(norm.training for norm in self._norms.values()):
             self.differ = True
         elif self.differ and not self._was_said and is_first_of(self._mesh):
@@ -55,7 +57,7 @@ class RunningStatistics:
             both = torch.stack([getattr(norm, name).double() for name in _BUFFERS])
             ones = torch.ones_like(both[:1])
             addend = torch.cat([both, ones])
-            if is_joining():  # without the statistics of the run
+            if is_joining():  # a joining replica does not have the statistics of the run yet
                 addend.zero_()
             *sums, ranks = sum_over_data_ranks(addend, self._mesh)
             means = [each / ranks for each in sums]
@@ -67,11 +69,12 @@ class RunningStatistics:
 def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
     """Register the running statistics of ``model`` for `average_buffers` and the warning.
 
-    The other buffers are registered for the comparison of ranks after a global batch.
+    All other buffers are registered for the comparison of ranks after a global batch.
     """
     norms, others = {}, {}
     for name, module in model.named_modules():
-        # A buffer may be None. SyncBatchNorm has equal statistics on all ranks.
+        # A norm without running statistics has None. SyncBatchNorm has equal statistics on all
+        # ranks.
         has_both = all(module._buffers.get(buffer) is not None for buffer in _BUFFERS)
         if has_both and not isinstance(module, nn.SyncBatchNorm):
             norms[fqn_of(name)] = module
@@ -85,7 +88,10 @@ def watch_statistics(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:
-    """Make ``twin``, a copy with the buffers of ``model``, warn under the same conditions."""
+    """Copy to ``twin`` the record that the statistics of the ranks differ.
+
+    ``twin`` is a copy of ``model`` and has its buffers.
+    """
     if _STATISTICS in vars(model):
         vars(twin)[_STATISTICS].differ = vars(model)[_STATISTICS].differ
 
@@ -93,8 +99,8 @@ def take_over_statistics(twin: nn.Module, model: nn.Module) -> None:
 def average_buffers(model: nn.Module) -> None:
     """Set ``running_mean`` and ``running_var`` of each BatchNorm to their means over data ranks.
 
-    All ranks then evaluate the same model. The variance is the mean of the variances within the
-    ranks. Collective.
+    Afterwards all ranks evaluate the same model. The new variance is the mean of the variances of
+    the ranks; it does not include the variance of their means. Collective.
     """
     meet(model, "averages buffers")
     for module in model.modules():

@@ -1,10 +1,11 @@
 """Parameters without dimensions or without elements: `replicate_scalars`.
 
-Examples are the temperature of a contrastive loss and adapters of rank 0. `fully_shard` takes
-neither. These parameters become `DTensor`s that are replicated over all axes, so that optimizers,
-norms, states and checkpoints find parameters of one kind. During forward and backward, plain
-tensors on the same memory replace the `DTensor`s in the modules. Gradients of the plain tensors are
-averaged over the data ranks together with the other gradients.
+Examples are the temperature of a contrastive loss and adapters of rank 0. `fully_shard` supports
+neither. Here each of these parameters becomes a `DTensor` that is replicated over all axes, so that
+optimizers, gradient norms, states and checkpoints handle it like all other parameters. During
+forward and backward, the modules hold a *compute parameter* instead: an `nn.Parameter` that shares
+the memory of the `DTensor`. Its gradient is averaged over the data ranks together with the other
+gradients.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ class Scalar:
     """One parameter without dimensions or elements.
 
     Args:
-        places: (module, attribute) of each of its occurrences.
+        places: (module, attribute) of each occurrence of the parameter.
         mesh: the mesh of the model.
-        computes_in: compute dtype of a parameter without elements.
+        computes_in: compute dtype, used only for a parameter without elements.
     """
 
     def __init__(
         self, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, computes_in: torch.dtype
     ) -> None:
         self._places = places
-        # The parameter of forwards. Tensor parallelism may have replicated it over its axis.
+        # The compute parameter. With tensor parallelism it may be a `DTensor` on the tensor axis.
         self._plain = self._in_modules
         self._tensor_mesh: DeviceMesh | None = None
-        # The parameter of the optimizer, also while `_plain` is in the modules.
+        # The mesh of the optimizer's parameter `_kept`
         axes = ["replicate", "shard"] if mesh_shape(mesh).replicate > 1 else ["shard"]
         if isinstance(self._plain, DTensor):
             self._tensor_mesh = self._plain.device_mesh
@@ -53,11 +54,11 @@ class Scalar:
         whole = [Replicate()] * all_axes.ndim
         value = DTensor.from_local(local, all_axes, whole, run_check=False)
         self._kept = nn.Parameter(value, self._plain.requires_grad)
-        # After this call `model.parameters()` yields the replicated parameter, except during a
-        # forward and its backward: `compute` then puts the plain tensor into the modules.
+        # From here on `model.parameters()` yields `_kept`, except during a forward and its
+        # backward: `compute` then puts `_plain` into the modules.
         self._put(self._kept)
         is_empty = not local.numel() and local.is_floating_point()
-        # A parameter without dimensions adopts the dtype of the other operand.
+        # A parameter without dims needs no cast: in type promotion the other operand decides.
         self._computes_in = computes_in if is_empty else None
 
     @property
@@ -71,12 +72,15 @@ class Scalar:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter of the optimizer, which allocation and loading may have replaced."""
+        """The parameter of the optimizer.
+
+        It is read from the modules, because allocation or loading may have replaced it.
+        """
         found = self._in_modules
         return self._kept if found is self._plain else found
 
     def compute(self) -> None:
-        """Put the plain tensor into the modules."""
+        """Put the compute parameter into the modules."""
         parameter = self.parameter
         local = part_of(parameter).detach()
         plain = part_of(self._plain)
@@ -94,14 +98,14 @@ class Scalar:
         self._put(self._plain)
 
     def rest(self) -> None:
-        """Put the replicated parameter back into the modules."""
+        """Put the optimizer's parameter back into the modules."""
         self._put(self.parameter)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The plain gradient that autograd has accumulated here since the last `set_mean`."""
+        """The gradient that this rank has accumulated since the last `set_mean`."""
         gradient = self._plain.grad
-        # A gradient on the tensor axis may be a partial sum.
+        # The gradient may be partial over the tensor axis.
         if isinstance(gradient, DTensor):
             return gradient.full_tensor()
         return gradient
@@ -122,22 +126,22 @@ class Scalar:
         else:
             mesh, placements = parameter.device_mesh, parameter.placements
             parameter.grad = DTensor.from_local(local, mesh, placements, run_check=False)
-        # Autograd would run these hooks on the plain parameter, which has no hooks, so they run
-        # here.
+        # Users register these hooks on the optimizer's parameter. Autograd accumulates into the
+        # compute parameter and does not run them.
         hooks = parameter._post_accumulate_grad_hooks or {}
         for hook in list(hooks.values()):
             hook(parameter)
 
     def discard(self) -> None:
-        """Drop the gradient that was accumulated on this rank only."""
+        """Discard the gradient that this rank has accumulated."""
         self._plain.grad = None
 
 
 def scalar_places(model: nn.Module, left_out: Container[nn.Parameter]) -> Places:
-    """Return (module, attribute) of each occurrence of parameters without dims or elements.
+    """Map each parameter without dims or elements to the (module, attribute) of its occurrences.
 
-    ``left_out``: parameters to ignore. Raises `ConfigError` for a complex parameter without
-    dimensions, and for a model without any other parameters.
+    Parameters in ``left_out`` are skipped. Raises `ConfigError` for a complex parameter without
+    dims, and if the model has no other parameters.
     """
     places, has_others = {}, False
     for parameter, each in places_in(model.modules()).items():
@@ -165,7 +169,7 @@ def replicate_scalars(
 ) -> list[Scalar]:
     """Replicate the parameters at ``places``, from `scalar_places`.
 
-    Called after `fully_shard`, which must have ignored these parameters.
+    Call this after `fully_shard`, which must have ignored these parameters.
     """
     scalars = []
     for each in places:
@@ -178,13 +182,13 @@ def replicate_scalars(
             scalar.compute()
 
     def rest(*_: Any) -> None:
-        # With gradients the plain tensors stay in the modules until their gradients are averaged:
-        # recomputation during backward must find the same tensors as forward did, and autograd
-        # accumulates into them. A state dict restores the replicated parameters earlier.
+        # In training the compute parameters stay in the modules until their gradients are
+        # averaged, because recomputation during backward must find the tensors of the forward. A
+        # call of `state_dict` puts the optimizer's parameters back earlier.
         if not torch.is_grad_enabled():
             rest_all(scalars)
 
-    # `prepend`: the other hooks of the model find the plain tensors too.
+    # With `prepend` this hook runs first, so the other hooks also find the compute parameters.
     model.register_forward_pre_hook(compute, prepend=True)
     model.register_forward_hook(rest, always_call=True)
     for module in model.modules():

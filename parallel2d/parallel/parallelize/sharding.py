@@ -1,22 +1,23 @@
-"""Sharding over the ``shard`` axis with FSDP2's `fully_shard`: `shard`. Reduction of gradients over
-the ``replicate`` axis: `synchronize`.
+"""`shard` shards a model over the ``shard`` axis with FSDP2's `fully_shard`. `synchronize` sets up
+the reduction of gradients over the ``replicate`` axis.
 
-[Note: one engine for every strategy] `fully_shard` gets the ``shard`` axis, and all-gathers and
-reduce-scatters over it; with shard = 1 it sends nothing. `sync` reduces over the replicas instead
-of FSDP2's second mesh axis, because FSDP2 (HSDP) adds the sums of micro-batches that use different
-parameters into each other. With replicate > 1 the parameters are then placed on both axes, so that
-checkpoints and norms take the replicas into account; `fully_shard` accepts parameters that are
-replaced before the first forward. ``ddp``, ``zero2``, ``zero3`` and the hybrids thus share one code
-path, one set of hooks and one kind of parameter. As everywhere in PyTorch, gradients are averaged
-over the data ranks, and `loss` relies on this.
+[Note: one engine for every strategy] `fully_shard` gets only the ``shard`` axis; with shard = 1 it
+communicates nothing. The package `sync` reduces over the replicas. FSDP2's second mesh axis (HSDP)
+is not used for this, because HSDP accumulates wrongly when micro-batches use different parameters.
+With replicate > 1, `shard` then places the parameters on both axes, so that checkpoints and
+gradient norms take the replicas into account. This is possible because `fully_shard` accepts
+parameters that are replaced before the first forward. Therefore ``ddp``, ``zero2``, ``zero3`` and
+the hybrid strategies share one code path, one set of hooks and one kind of parameter. Gradients are
+averaged over the data ranks, as in DDP and FSDP2, and `loss` relies on this.
 
-[Note: views and hooks] `fully_shard` puts a hook on the outputs of a group. When the gradient of an
-output arrives, the hook all-gathers the group's parameters for backward. An output that is a view
-breaks this in two ways. If the view's base was changed in place after the view was taken (``y =
-h.view(-1); h[0] += 1; return y``), torch ends the process by SIGSEGV when the hook is set (pytorch
-issue 196459). If the caller changes the view in place (``y = block(x); y += x``), the hook is lost,
-and backward fails because the parameters are not gathered. The group therefore returns, instead of
-a view, a tensor that shares the view's memory and version and has its own autograd node.
+[Note: views and hooks] `fully_shard` registers a hook on the outputs of a group. In backward the
+hook all-gathers the parameters of the group when the gradient of an output arrives. An output that
+is a view breaks this in two ways. If the base of the view was changed in place after the view was
+made (``y = h.view(-1); h[0] += 1; return y``), the process ends by SIGSEGV when torch registers the
+hook (pytorch issue 196459). If the caller changes the view in place (``y = block(x); y += x``), the
+hook is lost, and backward fails because the parameters are not all-gathered. Therefore each view
+among the outputs is replaced by a tensor with its own autograd node. The tensor shares the memory
+and the version counter of the view.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def shard(
     layout: Layout,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Apply `fully_shard` to each group of ``layout``; the root's group takes the other parameters.
+    """Apply `fully_shard` to each group of ``layout``, the root last.
 
     Args:
         model: the model, after all transforms that replace ``forward``.
-        mesh: the mesh of parameters.
+        mesh: the mesh of the parameters, from `sharding_mesh`.
         layout: the groups with their dtypes.
         ignored: parameters that are not sharded.
     """
@@ -80,15 +81,16 @@ def shard(
     alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
     for modules, policy in layout.groups_of(model):
         for module in modules:
-            # Before `fully_shard`: post-forward hooks run in the order of their registration, and
-            # FSDP's hook must see the outputs after views were replaced. See [Note: views and
-            # hooks].
+            # Register this hook before `fully_shard`: hooks run in the order of registration, and
+            # FSDP's post-forward hook must get outputs without views ([Note: views and hooks]).
             module.register_forward_hook(_without_views)
         fully_shard(
-            # torch treats a list of one module differently: its hooks wait for the whole list.
+            # torch handles a list of one module differently from a module: it adds hooks that wait
+            # until all modules of the list have run.
             modules if len(modules) > 1 else modules[0],
             mesh=alone if modules[0] in replicated and alone is not None else mesh["shard"],
-            # One rank sends nothing, so nothing is rounded to the communication dtype.
+            # With one shard rank there is no communication, so gradients must not be rounded to the
+            # communication dtype.
             mp_policy=policy if shards else replace(policy, reduce_dtype=None),
             # None: torch frees all groups but the root's, which backward needs first.
             reshard_after_forward=None if placement.reshard_after_forward else False,
@@ -101,7 +103,7 @@ def shard(
 
 
 def _mesh_of_this_rank(device_type: str) -> DeviceMesh:
-    """Return a mesh of one rank, made without the other ranks."""
+    """Return a mesh that contains only this rank. Not collective."""
     rank = dist.get_rank()
     group = dist.new_group([rank], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
@@ -109,10 +111,10 @@ def _mesh_of_this_rank(device_type: str) -> DeviceMesh:
 
 
 def _place_on_all_axes(model: nn.Module, mesh: DeviceMesh, replicated: set[nn.Module]) -> None:
-    """Place the sharded parameters on the ``replicate`` axis too, and parameters of ``replicated``
-    modules also on the ``shard`` axis.
+    """Replace each sharded parameter by a `DTensor` that is replicated over the ``replicate`` axis.
 
-    See [Note: one engine for every strategy].
+    Parameters of ``replicated`` modules become replicated over the ``shard`` axis too. See
+    [Note: one engine for every strategy].
     """
     whole: set[nn.Parameter] = set()
     for module in replicated:
@@ -135,7 +137,8 @@ def _place_on_all_axes(model: nn.Module, mesh: DeviceMesh, replicated: set[nn.Mo
         replaced = nn.Parameter(placed, parameter.requires_grad)
         for module, name in places:
             module.register_parameter(name, replaced)
-    # A move without effect: `FSDPModule._apply` takes over the parameters found in the modules.
+    # This call moves no memory. Its `FSDPModule._apply` makes FSDP read the new parameters from the
+    # modules.
     model.to(memory_format=torch.preserve_format)
 
 
@@ -148,7 +151,7 @@ def synchronize(
     scalars: Sequence[Scalar] = (),
     seed: int = 0,
 ) -> None:
-    """Reduce the gradients of ``model``, which `shard` has sharded, over all data ranks.
+    """Set up the reduction of the gradients of ``model`` over all data ranks, after `shard`.
 
     Raises `ConfigError` for a group with trained parameters of several dtypes.
     """
@@ -158,8 +161,8 @@ def synchronize(
     for group in groups:
         if group.modules[0] in replicated:
             group.replicated_over = mesh.get_group("shard")
-    # The gradients of ``replicate`` modules are final at the end of a global batch, and must not
-    # delay other buckets.
+    # The gradients of replicated conditional modules are complete only at the end of a global
+    # batch. They come last, so that they do not delay other buckets.
     groups.sort(key=lambda group: group.replicated_over is not None)
     for group in groups:
         is_alone = shard_ranks == 1 or group.replicated_over is not None
@@ -191,7 +194,7 @@ def synchronize(
 
 
 def _order_of(mesh: DeviceMesh, topology: Topology) -> CollectiveOrder:
-    """Return the order of collectives of this rank's shard group. Collective."""
+    """Return the `CollectiveOrder` of this rank's shard group. Collective."""
     group = mesh.get_group("shard")
     hosts = {topology.hosts[rank] for rank in dist.get_process_group_ranks(group)}
     order = CollectiveOrder.of(group, len(hosts) == 1, mesh.device_type)
@@ -220,7 +223,7 @@ def _use_options(model: nn.Module, options: FSDPConfig, replicated: set[nn.Modul
 def _use_own_collectives(
     order: CollectiveOrder | None, groups: Sequence[FSDPGroup], engine: ReplicaReducer
 ) -> None:
-    """Replace the collectives of FSDP2. Without ``order`` they are issued without a comparison."""
+    """Replace the collectives of FSDP2. If ``order`` is None, their order is not checked."""
     number = order.add_model([group.called for group in groups]) if order is not None else 0
     for index, group in enumerate(groups):
         if group.replicated_over is not None:
@@ -257,7 +260,7 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
 
 
 def _is_live_view(leaf: Any) -> bool:
-    """Return True if ``leaf`` is a view with a gradient function."""
+    """Return True if ``leaf`` is a view with a ``grad_fn``."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return False
     # Reading grad_fn also makes torch regenerate the view's autograd node if the view's base was

@@ -1,24 +1,24 @@
 """Tensor parallelism: split the matrices of a plan over the ``tensor`` axis. A plan maps patterns
-of module names to a torch ``ParallelStyle`` or to a word:
+of module names to a torch ``ParallelStyle``, or to a word that names a style:
 
     colwise            splits the outputs of a Linear (its heads, its hidden units) or the columns
                        of an Embedding; the output of a Linear stays split
     rowwise            splits the inputs of a Linear that follows a colwise Linear, or the rows of
                        an Embedding; the output is unsplit
-    sequence           computes on a slice of the sequence (dim 1), with unsplit inputs and outputs:
-                       divides the work and memory of a norm
-    replicate          replicated on purpose
+    sequence           for a norm: each rank computes a slice of the sequence (dim 1); inputs and
+                       outputs are unsplit
+    replicate          stays replicated, like a module that no pattern matches
     colwise_gather_output
-                       colwise, and the output is gathered: for a head with logits for any loss
+                       colwise, and the output is all-gathered: for an output head with any loss
     replicated_with_grad_allreduce
-                       replicated weights on split heads (a norm of queries and keys); the
-                       gradients of the weights are summed
+                       for a norm of queries or keys: replicated weights, input and output are this
+                       rank's heads, gradients of the weights are summed
     rowwise_split_input
                        rowwise, with unsplit input: follows colwise_gather_output
-    embedding_rowwise  rowwise, of an Embedding
+    embedding_rowwise  rowwise, for an Embedding
 
-The last four words come from Hugging Face plans. A layer with one of these words takes and returns
-unsplit activations, except between a colwise Linear and its rowwise Linear.
+The last four words are from Hugging Face plans. Activations between layers are unsplit, except
+between a colwise Linear and the rowwise Linear that follows it.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from parallel2d.parallel.model_structure import (
 
 log = logging.getLogger(__name__)
 
-# Styles that leave parameters unsplit
+# Styles that split no parameters
 _WHOLE = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, SequenceParallel)
 
 
 class _OnSlices(ParallelStyle):
     """Style of a replicated module that computes on a slice of its input.
 
-    The gradients of its weights are summed over the slices.
+    The weights are replicated, and their gradients are summed over the ranks.
 
     Args:
         dim: the split dim of the input.
@@ -83,7 +83,7 @@ class _OnSlices(ParallelStyle):
         self.split_already = split_already
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # DTensor sums the gradients of replicated weights over the axis.
+        # With `DTensor` weights, autograd sums their gradients over the axis.
         def replicate(_name: str, owner: nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in owner.named_parameters(recurse=False):
                 whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
@@ -109,13 +109,13 @@ class _OnSlices(ParallelStyle):
 def apply_tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object] | None
 ) -> nn.Module:
-    """Apply ``plan`` over the ``tensor`` axis of ``mesh``, if it has one.
+    """Apply ``plan`` over the ``tensor`` axis of ``mesh``, if the mesh has a tensor axis.
 
     Logs the parameters that stay replicated.
 
     Args:
-        model: the plain model.
-        mesh: the mesh of parameters.
+        model: the model, not sharded yet.
+        mesh: the mesh of the parameters, from `sharding_mesh`.
         plan: module pattern -> style or word.
 
     Raises:
@@ -159,16 +159,17 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object])
     ties = tied_parameters(model)
     parallelize_module(model, mesh["tensor"], styles)
     _check_ties(model, ties)
-    # Splitting makes one new parameter per module, so tied parameters are tied again.
+    # `parallelize_module` makes a new parameter per module, so tie the parameters again.
     tie_again(ties)
 
 
 def resolve_plan(
     model: nn.Module, plan: Mapping[str, object], tensor: int
 ) -> dict[str, ParallelStyle]:
-    """Return ``plan`` with words as styles, one entry per module, checked against the model.
+    """Return a plan for torch's `parallelize_module`, checked against ``model``.
 
-    Patterns with a torch style stay as they are. See `apply_tensor_parallel`.
+    Entries with a word become one entry with a style per module. Entries with a torch style do not
+    change. Raises `ConfigError` like `apply_tensor_parallel`.
     """
     modules = dict(model.named_modules())
     styles: dict[str, ParallelStyle] = {}
@@ -185,7 +186,7 @@ def resolve_plan(
             # The last of several matching patterns wins.
             words |= dict.fromkeys(matched, style)
         else:
-            # `parallelize_module` matches patterns too, and torch checks its own styles.
+            # `parallelize_module` accepts patterns, and checks its styles itself.
             styles[pattern] = style  # type: ignore[assignment]
     _complete_ties(model, words)
     for name, word in words.items():
@@ -206,7 +207,7 @@ def split_dims(
 ) -> Iterator[tuple[nn.Parameter, int]]:
     """Yield (parameter, dim) of each parameter that ``plan`` splits over ``tensor`` ranks.
 
-    The tensor axis need not exist: ``mesh`` may be None.
+    ``mesh`` may be None; then parameters with a custom style are not included.
     """
     if tensor == 1:
         return
@@ -216,7 +217,10 @@ def split_dims(
 
 
 def _modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """Match modules like `parallelize_module`: each part of a name separately."""
+    """Return the modules that ``pattern`` selects in `parallelize_module`.
+
+    torch matches the components of a dotted name separately.
+    """
     found = [model]
     for part in filter(None, pattern.split(".")):
         around, found = found, []
@@ -249,16 +253,16 @@ def _split_by(
 
 
 def _complete_ties(model: nn.Module, words: dict[str, str]) -> None:
-    """Add to ``words`` the Embeddings that are tied to a split Linear.
+    """Add to ``words`` each Embedding whose weight is tied to a colwise Linear, as ``rowwise``.
 
-    Both are split by rows of the common weight. Other ties cannot be completed.
+    Both words split the rows of the common weight. Other ties are left to `_check_ties`.
     """
     names = names_by_id(model.named_modules())
     for group in tied_parameters(model):
         modules = {}
         for module, _ in group:
             modules[names[id(module)]] = module
-        # A module that is replicated on purpose imposes nothing on other modules.
+        # A module with the word ``replicate`` has no effect on the modules tied to it.
         split = {words.get(name, "replicate") for name in modules} - {"replicate"}
         if split and split <= {"colwise", "colwise_gather_output"}:
             for name, module in modules.items():
@@ -307,17 +311,20 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
             _must_divide(name, "embedding_dim", module.embedding_dim, tensor)
             return ColwiseParallel(output_layouts=Replicate())
         case nn.Embedding(), "rowwise" | "embedding_rowwise":
-            # Any number of rows can be split: ids outside of a rank's rows give zeros on this rank.
+            # The number of rows need not be divisible: ids outside of a rank's rows give zeros on
+            # this rank.
             return RowwiseParallel(input_layouts=Replicate())
         case nn.Linear(), "rowwise" | "rowwise_split_input":
             _must_divide(name, "in_features", module.in_features, tensor)
             return RowwiseParallel(input_layouts=Shard(-1) if word == "rowwise" else Replicate())
         case nn.Linear(), "colwise_gather_output":
-            # Uneven parts can be gathered, so a vocabulary of any size can be split.
+            # The size of the vocabulary need not be divisible: shards of unequal size can be
+            # all-gathered.
             return ColwiseParallel(output_layouts=Replicate())
         case nn.Linear(), "colwise":
             _must_divide(name, "out_features", module.out_features, tensor)
-            # The outputs of attention projections are heads, which must not be split inside.
+            # The output of an attention projection consists of heads, and a split must not cut a
+            # head.
             head_dim = getattr(parent, "head_dim", None)
             if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
                 _must_divide(name, "heads", module.out_features // head_dim, tensor)
@@ -329,6 +336,6 @@ def _style(name: str, modules: Mapping[str, nn.Module], word: str, tensor: int) 
 
 
 def _must_divide(name: str, what: str, size: int, tensor: int) -> None:
-    """Raise ValueError if ``tensor`` ranks cannot have equal parts of ``size``."""
+    """Raise ValueError if ``tensor`` does not divide ``size``."""
     if size % tensor:
         raise ValueError(f"mesh.tensor={tensor} does not divide the {size} {what} of {name}")

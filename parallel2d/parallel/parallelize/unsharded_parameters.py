@@ -1,7 +1,9 @@
-"""Storage of unsharded parameters, which `fully_shard` frees and refills: `follow_updates`.
+"""Keep unsharded parameters consistent with updates of the sharded parameters: `follow_updates`.
 
-Autograd and later forwards must see changes of the sharded parameters, and the outputs of a forward
-must not share the storage of unsharded parameters.
+`fully_shard` frees the storage of unsharded parameters and fills it again. If a sharded parameter
+changes, the next forward must all-gather it again, and autograd must raise an error if a pending
+backward needs the old values. Outputs of a forward must not share the storage of unsharded
+parameters, because this storage is freed.
 """
 
 from __future__ import annotations
@@ -53,17 +55,16 @@ class UnshardedParameters:
         self._model = model
         self._replicates = mesh_shape(mesh).replicate > 1
         self.engine: ReplicaReducer = engine_of(model)
-        # Storage number -> name of its unsharded parameter, set once the parameter was gathered
+        # `storage_of` -> name of the unsharded parameter with this storage, set by its all-gather
         self.storages: dict[int, str] = {}
         self.groups = [_UnshardedGroup(each, self.storages) for each in self.engine.gradients]
         hooked = chain.from_iterable(each.group.modules for each in self.groups)
         for module in dict.fromkeys([*hooked, model]):
-            # `prepend`: before the post-forward hook of `fully_shard`, which frees the storage.
-            # After that hook a clone would read freed memory, and the identity of the storage is
-            # the only sign that an output is a view of an unsharded parameter.
+            # With `prepend` this hook runs before the post-forward hook of `fully_shard`, which
+            # frees the storage. After it, a clone of an output would read freed memory.
             module.register_forward_hook(self._leave, prepend=True)
-        # The versions are recorded when the group has computed, and not at the end of the model's
-        # forward: an update between the two changes parameters that backward needs.
+        # Record the versions at the end of the group's forward, and not of the model's forward: an
+        # update between the two changes parameters that backward needs.
         for each in self.groups:
             for module in each.group.modules:
                 module.register_forward_hook(each.record, prepend=True)
@@ -74,17 +75,17 @@ class UnshardedParameters:
             return
         if was_interrupted(self._model):
             discard_accumulated(self._model)
-        # Within one context autocast keeps its casts of parameters, each a node of the graph of the
-        # forward that made it. In the graph of a later forward autograd runs that node after the
-        # group's gradients are reduced, so each forward makes its own casts.
+        # Within one autocast context, a later forward would reuse the casts of parameters of an
+        # earlier forward, with their autograd nodes. Autograd would run such a node after the
+        # group's gradients are reduced. Therefore each forward must make new casts.
         torch.clear_autocast_cache()
         if not torch.is_grad_enabled():
             for each in self.groups:
                 each.refuse_set_data()
         for each in self.groups:
-            # An earlier forward with a pending backward has left the parameters unsharded. These
-            # parameters have the values before the update. FSDP would skip the all-gather, so the
-            # parameters are released here, and this forward gathers the updated local shards.
+            # If an earlier forward has a pending backward, its unsharded parameters may still exist
+            # and have the values before the update. FSDP would then skip the all-gather. Reshard
+            # here, so that this forward all-gathers the updated local shards.
             if each.take_updates() and each.awaits_backward:
                 each.group.release()
 
@@ -92,16 +93,15 @@ class UnshardedParameters:
         """Run after a forward of the model."""
         if torch.is_grad_enabled() or in_backward():
             return
-        # No backward follows: code that reads parameters now gets the sharded parameters.
+        # No backward follows, so reshard: code after the forward must find the sharded parameters.
         for each in self.groups:
             if not each.awaits_backward:
                 each.group.release()
 
     def changed(self) -> Iterator[FSDPGroup]:
-        """Yield the groups that were changed between a forward and its pending backward.
+        """Yield the groups whose parameters have changed since a forward with a pending backward.
 
-        After this call their modules hold the sharded parameters, because the unsharded parameters
-        are outdated.
+        This also reshards these groups, because their unsharded parameters are outdated.
         """
         for each in self.groups:
             if each.awaits_backward and each.take_updates():
@@ -110,9 +110,9 @@ class UnshardedParameters:
                 yield each.group
 
     def before_update(self, stepping: torch.optim.Optimizer, stepped: set[int]) -> None:
-        """Refuse gradients that `no_sync` has left unreduced.
+        """Prepare for a step of ``stepping``. ``stepped``: ids of the parameters that it updates.
 
-        ``stepped``: ids of the parameters that ``stepping`` updates.
+        Raises RuntimeError if `no_sync` has left their gradients unreduced.
         """
         if self.engine.pending and self._is_unreduced():
             parameters = [each for group in self.groups for each in group.group.parameters]
@@ -153,7 +153,7 @@ class UnshardedParameters:
 
 
 class _UnshardedGroup:
-    """The unsharded parameters of one group. ``storages``: see `UnshardedParameters`."""
+    """The unsharded parameters of one FSDP group. ``storages``: see `UnshardedParameters`."""
 
     def __init__(self, gradients: GroupGradients, storages: dict[int, str]) -> None:
         self._gradients = gradients
@@ -173,7 +173,7 @@ class _UnshardedGroup:
         return bool(self._gradients.forwards)
 
     def _note(self) -> None:
-        """Record the storages of the unsharded parameters; later all-gathers reuse them."""
+        """Record the storages of the unsharded parameters after an all-gather."""
         for earlier in self._numbers:
             del self._storages[earlier]
         self._numbers = []
@@ -184,7 +184,7 @@ class _UnshardedGroup:
             if number is not None:
                 self._numbers.append(number)
                 self._storages[number] = each.name
-        # In the first forward FSDP takes over the sharded parameters that allocation has set.
+        # In the first forward, FSDP has just read the sharded parameters from the modules.
         if not self._versions:
             self._versions = self._recorded = self._read()
             parameters = [each.sharded for each in self.group.parameters]
@@ -197,8 +197,8 @@ class _UnshardedGroup:
     def take_updates(self) -> bool:
         """Return True if sharded parameters have changed since the last call.
 
-        The change also counts as a change of the unsharded parameters: autograd then raises its own
-        error if a backward needs the values before the update.
+        Also increments the versions of the unsharded parameters, so that autograd raises its error
+        if a backward needs the values before the change.
         """
         if not self._versions:  # before the first forward
             return False
@@ -210,16 +210,16 @@ class _UnshardedGroup:
         for each, (now, before) in zip(self.group.parameters, pairs, strict=True):
             if now == before or each.gathered is None:
                 continue
-            if not each.gathered.is_inference():  # tensors of inference mode have no version
+            if not each.gathered.is_inference():  # an inference tensor has no version
                 changed.append(each.gathered)
         torch.autograd.graph.increment_version(changed)
         self._versions = versions
         return True
 
     def refuse_set_data(self) -> None:
-        """Raise RuntimeError if the ``.data`` of a sharded parameter was set.
+        """Raise RuntimeError if a script has assigned ``parameter.data`` of a sharded parameter.
 
-        Scripts set ``.data`` to evaluate averaged weights.
+        Some scripts do so to evaluate EMA weights.
         """
         for parameter, (noted, storage) in zip(self.group.parameters, self._sharded, strict=False):
             if parameter.sharded is noted and storage_object(noted) is not storage:
@@ -237,9 +237,9 @@ class _UnshardedGroup:
 
 
 def data_was_set(name: str) -> str:
-    """Return the message for ``parameter.data = tensor``.
+    """Return the error message for ``parameter.data = tensor``.
 
-    The assignment reaches neither this rank's local shard nor FSDP.
+    The assignment changes neither this rank's local shard nor FSDP's references to it.
     """
     return (
         f"{name}.data was set to another tensor, which has no effect on a sharded parameter: "
@@ -248,7 +248,7 @@ def data_was_set(name: str) -> str:
 
 
 def refuse_stale_unsharded(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
-    """Raise `ConfigError` for an optimizer that was built from unsharded ``parameters``."""
+    """Raise `ConfigError` if ``optimizer`` was built from unsharded ``parameters``."""
     for parameter in parameters:
         name = getattr(parameter, GATHERED_AS, None)
         if name is not None:

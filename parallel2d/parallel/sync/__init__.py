@@ -1,6 +1,6 @@
 """Reduction of gradients over the replicate axis.
 
-`methods/` defines the traffic over the axis and its time, `formats/` defines the communication
+`methods/` defines the tensors that replicas exchange and when, `formats/` defines the communication
 formats, and `engine/` runs the reductions during and after a backward pass.
 """
 

@@ -1,8 +1,8 @@
 """Comparison of tensors that must be equal on all replicas: `ReplicaComparison`.
 
-A single differing bit would stay until the end of the run, and would be saved. A hash of each group
-of parameters is part of an existing all-reduce over all ranks. Only if hashes differ, the ranks
-exchange further data to name the parameter and the rank.
+Replicas that differ in one bit would stay different until the end of the run. Therefore an
+all-reduce that exists for another purpose also carries a hash of each group of parameters. Only if
+hashes differ, the ranks exchange further data to find the parameter and the ranks.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from parallel2d.parallel.mesh import axis_positions, mesh_shape
 from parallel2d.parallel.sync.formats.quantize import key_of
 from parallel2d.parallel.weights.hashes import hashes_of
 
-_HASH_BITS = 20  # fp64 adds the squares of up to 8,192 such hashes exactly
+_HASH_BITS = 20  # fp64 adds the squares of up to 8,192 hashes of 20 bits exactly
 
 
 class ReplicaComparison:
-    """Comparison of the tensors of ``groups``, by group and name, equal on all replicas."""
+    """Compares the tensors of ``groups`` (group -> FQN -> tensor) between the replicas."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._groups = groups
         shape = mesh_shape(mesh)
         self._places = shape.shard * shape.tensor
         at = axis_positions(mesh)
-        # This rank's position in its replica: ranks of one position hold equal tensors.
+        # This rank's position in its replica. Ranks of different replicas with the same position
+        # must hold equal tensors.
         self._place = at.get("shard", 0) * shape.tensor + at.get("tensor", 0)
 
     def vector(self) -> Tensor:
-        """Return this rank's addend of the sum over all ranks: fp64 [2 * groups * positions], CPU.
+        """Return this rank's vector for a sum over all ranks: fp64 [2 * groups * positions], CPU.
 
-        It has a hash and its square for each group, at this rank's position. A joining replica adds
-        zeros, because it has no state yet.
+        It contains a hash and its square for each group at this rank's position, and zeros at all
+        other positions. A joining replica returns only zeros, because it has no state yet.
         """
         vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
         if is_joining():
@@ -51,15 +52,16 @@ class ReplicaComparison:
         return vector.flatten()
 
     def check(self, summed: Tensor, ranks: int) -> None:
-        """Raise `ConfigError` on every rank if replicas differ. Only in this case collective over
-        the world.
+        """Raise `ConfigError` on every rank if replicas differ.
+
+        The call is collective over the world only if replicas differ.
 
         Args:
             summed: the sum of `vector` over all ranks.
-            ranks: number of ranks that had the state.
+            ranks: number of ranks without the ranks of joining replicas.
         """
         total, squares = summed.view(len(self._groups), self._places, 2).unbind(2)
-        # n numbers are equal if n times the sum of their squares is the square of their sum.
+        # n numbers are equal if and only if n * sum of squares == (sum) ** 2.
         replicas = ranks // self._places
         differs = (squares * replicas != total**2).any(1)
         if differs.any():
@@ -70,7 +72,7 @@ class ReplicaComparison:
             raise ConfigError(self._explain(names))
 
     def _explain(self, groups: Sequence[str]) -> str:
-        """Return the message for ``groups`` that differ. Collective over the mesh."""
+        """Return the error message for ``groups`` that differ. Collective over the mesh."""
         own: dict[str, int] = {}
         for group in groups:
             tensors = self._groups[group]
@@ -82,7 +84,7 @@ class ReplicaComparison:
             for rank, (at, hashes) in zip(members(), ranks, strict=True):
                 if at == place:
                     ranks_by_hash[hashes[name]].append(rank)
-            # Two replicas have no majority, and the first counts as one.
+            # With two replicas there is no majority; the first is reported as the majority.
             majority, *others = sorted(ranks_by_hash.values(), key=len, reverse=True)
             if others:
                 minority = sorted(itertools.chain.from_iterable(others))

@@ -22,8 +22,7 @@ _AVERAGE = "_parallel2d_average"  # attribute of the model
 
 def trained_values(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters by FQN; with ``sync=diloco`` the outer parameters."""
-    # After a forward the modules may hold unsharded parameters, which would hide the sharded
-    # parameters.
+    # Reshard, because the modules may hold unsharded parameters after a forward.
     reshard(model)
     parameters = parameters_by_name(model)
     found = {}
@@ -37,9 +36,9 @@ def trained_values(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
-    """Set each of ``averages`` to ``decay * average + (1 - decay) * parameter``.
+    """Set each average to ``decay * average + (1 - decay) * parameter``, in place.
 
-    Averages are keyed by FQN and sharded like the parameters of ``model``.
+    ``averages`` maps FQNs to tensors that are sharded like the parameters of ``model``.
     """
     for name, value in trained_values(model).items():
         if name in averages:
@@ -48,7 +47,7 @@ def update_ema(averages: Mapping[str, Tensor], model: nn.Module, decay: float) -
 
 
 class EMAWeights:
-    """EMA weights of the trained parameters, sharded like the parameters, in fp32 at least."""
+    """EMA weights of the trained parameters, sharded like the parameters, in fp32 or wider."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -59,14 +58,15 @@ class EMAWeights:
         vars(model)[_AVERAGE] = self
 
     def update(self, decay: float) -> None:
-        """Move the EMA weights; see `update_ema`. With 0 they restart from the parameters."""
+        """Update the EMA weights by `update_ema`. With ``decay=0`` they become the parameters."""
         update_ema(self.values, self._model, decay)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Put the EMA weights into the model inside; they are also saved then.
+        """Replace the parameters of the model by the EMA weights inside of this context.
 
-        Memory: a copy of this rank's local shards.
+        A state that is saved inside contains the EMA weights. Needs the memory of a copy of this
+        rank's local shards.
         """
         parameters = parameters_by_name(self._model)
         own = []
@@ -81,6 +81,6 @@ class EMAWeights:
 
 
 def ema_of(model: nn.Module) -> EMAWeights | None:
-    """Return the EMA weights of ``train.ema`` for ``model``; None without them."""
+    """Return the `EMAWeights` of ``model``; None if there are none."""
     found: EMAWeights | None = vars(model).get(_AVERAGE)
     return found

@@ -1,7 +1,7 @@
-"""Functions for custom training loops.
+"""Functions for custom training loops: synchronization of the replicas.
 
-Some methods act after each update of the parameters (``strategy=hybrid_full`` and ``sync=diloco``),
-and a loop may reduce its gradients by a custom hook.
+They attach an optimizer, which ``strategy=hybrid_full`` and ``sync=diloco`` need, compare replicas,
+and register a custom communication hook.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Hook = Callable[[Any, Any], Any]
 
 
 def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters to build an optimizer on.
+    """Return the parameters from which to build an optimizer.
 
-    With ``strategy=hybrid_full`` these are the parts that this replica updates, otherwise the
-    parameters of ``model``.
+    With ``strategy=hybrid_full`` these are the rows of parameters that this replica updates,
+    otherwise the parameters of ``model``.
     """
     return list(map(updated_as, model.parameters()))
 
@@ -45,10 +45,10 @@ def updated_parameters(model: nn.Module) -> list[nn.Parameter]:
 def attach_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Run the model's synchronization after each step of ``optimizer``.
 
-    Steps become collective if replicas must exchange updates. `parallel2d.build_optimizer` calls
-    this function. If there are several optimizers, attach the optimizer that steps last. Raises
-    `ConfigError` for a model that did not come from `parallel2d.parallelize`, and for an optimizer
-    of unsplit parameters that are updated in parts.
+    Steps are collective if replicas must exchange updates. `parallel2d.build_optimizer` calls this
+    function. If there are several optimizers, attach the optimizer that steps last. Raises
+    `ConfigError` for a model that did not come from `parallel2d.parallelize`, and, with
+    ``strategy=hybrid_full``, for an optimizer of ``model.parameters()``.
     """
     engine_of(model).updates.attach(optimizer)
 
@@ -62,8 +62,7 @@ def outer_sync(model: nn.Module) -> OuterSync | None:
 
 
 def error_feedback_of(model: nn.Module) -> UpdateFollower:
-    """Return the object with the error feedback of ``model``; an empty object without error
-    feedback."""
+    """Return the `UpdateFollower` with the error feedback of ``model``, or one without any."""
     for engine in engines_in(model):
         if engine.updates.residual_name:
             return engine.updates
@@ -73,7 +72,7 @@ def error_feedback_of(model: nn.Module) -> UpdateFollower:
 def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
     """Set the number of the next global batch and the loss scale of ``model``.
 
-    Without this call ``model`` counts the batches of this process.
+    Without this call ``model`` counts the global batches from the start of this process.
 
     Args:
         model: the parallelized model.
@@ -88,17 +87,17 @@ def set_step(model: nn.Module, step: int, loss_scale: float = 1.0) -> None:
 
 @contextmanager
 def outer_parameters(model: nn.Module) -> Iterator[None]:
-    """Put the parameters that all replicas share into ``model`` inside.
+    """Use the outer parameters or the EMA weights in ``model`` inside of this context.
 
-    Use this for validation and export. With ``sync=diloco`` these are the outer parameters, and
-    with ``train.ema`` the EMA weights.
+    For validation and export. With ``sync=diloco`` the parameters of ``model`` are replaced by the
+    outer parameters. With ``train.ema`` they are replaced by the EMA weights. Otherwise nothing
+    changes.
     """
     outer, average = outer_sync(model), ema_of(model)
     if outer is None and average is None:
         yield
         return
-    # After a forward the modules may hold unsharded parameters, which would hide the sharded
-    # parameters.
+    # Reshard, because the modules may hold unsharded parameters after a forward.
     reshard(model)
     shared = nullcontext() if outer is None else outer.outer_parameters()
     with shared, nullcontext() if average is None else average.shown():
@@ -123,7 +122,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
             for each in group.parameters:
                 values[each.name] = shared.get(each.name, each.sharded)
             found[group.called] = values
-    # Parameters without dimensions belong to no group.
+    # Parameters without dims belong to no FSDP group.
     alone: dict[str, Tensor] = {}
     for name, parameter in parameters_by_name(model).items():
         if stays_replicated(parameter):
@@ -135,10 +134,10 @@ def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 @control_traffic()
 def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise `ConfigError`, with the parameter and the ranks, if replicas differ in a single bit of
-    the tensors that must be equal.
+    """Raise `ConfigError` if the replicas' parameters differ in a single bit.
 
-    Collective over the mesh; see ``sync.compare_every``.
+    The message names the parameter and the ranks. With ``sync=diloco`` the outer parameters are
+    compared. Collective over the mesh; see ``sync.compare_every``.
     """
     comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
     vector = comparison.vector()
@@ -152,8 +151,10 @@ def compare_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def finish_updates(model: nn.Module) -> None:
-    """End training: with ``sync=diloco`` run a last outer step for the steps since the previous
-    one. Collective."""
+    """Call this at the end of training. With ``sync=diloco`` it runs the last outer step.
+
+    Collective.
+    """
     outer = outer_sync(model)
     if outer is not None:
         reshard(model)
@@ -172,8 +173,8 @@ def register_sync_hook(model: nn.Module, hook: Hook, state: Any = None) -> None:
         hook: called as ``hook(state, bucket)``. ``bucket.buffer()`` is a flat tensor in the
             accumulation dtype, with the gradients of this replica, averaged over its shard group.
             `Bucket` has the methods of torch's ``GradBucket``. The hook returns a future of the
-            mean over the replicas, or the mean, or None if it has changed the buffer in place. The
-            hook runs on every replica for the same buckets in the same order, one bucket at a time.
+            mean over the replicas, or the mean, or None if it has changed the buffer in place. All
+            replicas call the hook for the same buckets in the same order, one bucket at a time.
         state: passed to the hook; default: the process group of the replicate axis.
 
     Raises:
@@ -207,10 +208,9 @@ class HookReduction:
 
     state: Any
     hook: Hook
-    # One reduction at a time: a hook may start further collectives, and all replicas must start
-    # collectives in one order. With two hooks in flight, the second collective of one hook could
-    # come before or after the first collective of the next hook, in a different order on each
-    # replica.
+    # One reduction at a time: all replicas must start collectives in the same order, and a hook may
+    # start several. With two hooks in flight, the order of their collectives could differ between
+    # replicas.
     most_in_flight: int | None = 1
 
     def start(self, bucket: Bucket) -> list[Wait]:
@@ -219,7 +219,7 @@ class HookReduction:
 
         def wait() -> None:
             result = answer.wait() if isinstance(answer, torch._C.Future) else answer
-            # Futures of some collectives hold a list of one tensor.
+            # The result of some futures is a list of one tensor.
             if isinstance(result, list | tuple):
                 (result,) = result
             if result is None:

@@ -1,5 +1,5 @@
 """Weights of parallelized models.
 
-They are read from a folder of pretrained files, loaded from the state dict of one rank, and
-unsharded for inspection and changes. `checkpoint` writes states that outlive the process.
+This package initializes weights, reads them from pretrained files, loads the state dict of one
+rank, and unshards parameters for inspection and changes. The package `checkpoint` saves states.
 """

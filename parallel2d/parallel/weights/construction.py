@@ -1,14 +1,14 @@
-"""Constructors of models: `build_on_meta` runs constructors without storage.
+"""Constructors of models: `build_on_meta` runs constructors without storage for parameters.
 
-`own_constructor` finds constructors that set initial values directly, and `build_for_real` runs
-them again for these values.
+`own_constructor` finds models whose constructors set initial values directly, and `build_for_real`
+calls these constructors again, with storage.
 
-[Note: constructors that initialize] Values that are drawn module by module (see [Note:
-mesh-independent weights]) lack later changes by a constructor, for example a zeroed projection, a
-parameter that no method initializes, or a buffer that is computed from weights. The first rank of
-each replica therefore builds such models with real weights, on CPU and under the seed, and sends
-them inside the replica piece by piece. The weights equal the result of
-``torch.manual_seed(seed); Model(...)`` in one process.
+[Note: constructors that initialize] By default weights are initialized module by module (see
+[Note: mesh-independent weights]). This misses values that a constructor sets: a projection that is
+set to zero, a parameter that no initializer sets, or a buffer that is computed from weights.
+Therefore the first rank of each replica builds such a model with storage, on CPU and under the
+seed, and sends the weights to the other ranks of its replica, tensor by tensor. The weights equal
+the result of ``torch.manual_seed(seed); Model(...)`` in one process.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ from parallel2d.parallel.weights.named_tensors import all_tensors, ties_of
 # Names of tensor methods: methods that draw random values, and all methods that write
 _DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _WRITES = re.compile(r"__setitem__|(?!requires_grad_|detach_|share_memory_)[a-z]\w*_")
-# The first two functions run again when values are drawn; the third function casts and moves.
+# Writes inside of these functions do not count: the first two run again when weights are
+# initialized, and the third casts and moves parameters.
 _NOT_ITS_OWN = ("reset_parameters", "_reset_parameters", "_apply")
 
-# Attributes of modules: the `_Call` that built it, and the last writing `_Call` per parameter
+# Attributes of modules: the `_Call` that built the module, and a dict from the name of a parameter
+# to the `_Call` that wrote to it last
 _MADE_BY, _WRITTEN_BY = "_parallel2d_made_by", "_parallel2d_written_by"
-_COPIES = copyreg.__newobj__.__code__  # type: ignore[attr-defined]  # makes copies of objects
+_COPIES = copyreg.__newobj__.__code__  # type: ignore[attr-defined]  # code of `copy.deepcopy`
 _ON_META = "_parallel2d_on_meta"  # attribute of a parameter: its replacement on meta
 
 _numbers = itertools.count()
@@ -58,7 +60,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call of a module's constructor."""
+    """A recorded call of a module's constructor."""
 
     kind: Callable[..., nn.Module] = nn.Module
     arguments: tuple[Any, ...] = ()
@@ -66,22 +68,23 @@ class _Call:
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __deepcopy__(self, _memo: object) -> _Call:
-        return self  # a copied module keeps the call of its original
+        return self  # a copied module has the call of its original
 
 
-_NO_CALL = _Call()  # writer of parameters outside of all constructors
+_NO_CALL = _Call()  # stands for code outside of all constructors
 
 
 @contextmanager
 def build_on_meta() -> Iterator[list[weakref.ref[nn.Module]]]:
-    """Register parameters on the meta device inside. Yield the modules that are built, in order.
+    """Move parameters to the meta device when a module of the body registers them.
 
-    Buffers are not on meta, so that tables of a constructor are correct without a second
-    computation. At most one parameter has memory at a time.
+    Yields the list of the modules that the body builds, in order. Buffers stay on their device, so
+    that tables that a constructor computes are correct. At most one parameter has storage at a
+    time.
 
-    A Python profile function (`sys.setprofile`) sees the calls of constructors: torch has hooks for
-    the registration of parameters, but none for the construction of modules. A running profiler is
-    suspended inside.
+    Constructor calls are recorded by a Python profile function (`sys.setprofile`), because torch
+    has hooks only for the registration of parameters, not for the construction of modules. A
+    running profiler is suspended in the body.
     """
     recorder = _Recorder()
     # torch's annotation omits the result that its documentation allows.
@@ -113,13 +116,17 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records writes to parameters on meta, and skips the drawing of values. On meta torch would
-    decompose a draw in Python, and load its compiler for this: a second per process."""
+    """Records writes to parameters on meta, and skips random initialization.
+
+    On meta, torch would decompose random operators in Python and import its compiler for this,
+    which takes a second.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.built: list[weakref.ref[nn.Module]] = []
-        # Writer by storage, which views and `data` of a parameter share; None: not written
+        # Storage of a parameter (shared by its views and `data`) -> the constructor call that wrote
+        # to it last; None: not written
         self._writers: dict[torch.UntypedStorage, _Call | None] = {}
 
     def __torch_function__(
@@ -131,7 +138,7 @@ class _Recorder(TorchFunctionMode):
         if not (isinstance(tensor, Tensor) and tensor.is_meta):
             return function(*args, **kwargs)
         name, module = (getattr(function, key, "") for key in ("__name__", "__module__"))
-        # Some initializers only check `is_meta`, and return.
+        # Some initializers check `is_meta` and return without a write, so record the check.
         initializes = "torch.nn.init" in (module, sys._getframe(1).f_globals.get("__name__"))
         if initializes or _WRITES.fullmatch(name):
             self._note_written(tensor)
@@ -145,8 +152,8 @@ class _Recorder(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def note_call(self, frame: FrameType, event: str, value: object) -> None:
-        """Record a module at its construction, or a copied module (profile function)."""
-        # This runs at every call and return, so the most frequent cases come first.
+        """Record a module that is constructed or copied. Profile function."""
+        # This runs at every call and return of Python, so it must be fast.
         if event == "call":
             if frame.f_code.co_name == "__init__":
                 self._note_constructor(frame)
@@ -156,22 +163,23 @@ class _Recorder(TorchFunctionMode):
     def _note_constructor(self, frame: FrameType) -> None:
         code = frame.f_code
         module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        # Only the first constructor: base-class constructors have other arguments.
+        # Record only the first `__init__` of a module; constructors of base classes come later.
         if isinstance(module, nn.Module) and _MADE_BY not in vars(module):
             vars(module)[_MADE_BY] = _Call(type(module), *_arguments_of(frame))
             self.built.append(weakref.ref(module))
 
     def replace_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
-        """Return the meta parameter to register instead (torch hook)."""
+        """Return the meta parameter to register in the place of ``param``. Registration hook."""
         param = param if param.is_meta else _on_meta(param)
         self._note_registered(module, name, param)
         return param
 
     def _note_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Record a parameter that gets its value here, unless it is tied.
+        """Record the registration of a parameter, unless it was registered before (tied).
 
-        It counts as written, unless ``module`` registers it for the first time in its own
-        constructor and an initializer of a module around it sets it again.
+        The registration counts as a write, because the parameter gets a value. It does not count if
+        ``module`` registers a new name in its constructor, and an initializer of a module under
+        construction will set the parameter again.
         """
         if param.untyped_storage() in self._writers:
             return
@@ -188,7 +196,7 @@ class _Recorder(TorchFunctionMode):
             self._writers[tensor.untyped_storage()] = next(calls, _NO_CALL)
 
     def mark_modules(self) -> None:
-        """Record the writers of each module's parameters on the module."""
+        """Store in each module which constructor calls wrote to its parameters."""
         found: set[nn.Module] = set()
         for reference in self.built:
             built = reference()
@@ -213,22 +221,22 @@ def _arguments_of(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _constructing() -> list[nn.Module] | None:
-    """Return the modules with running constructors, innermost first.
+    """Return the modules whose constructors are running, innermost first.
 
-    None inside of code that runs again when values are drawn.
+    None inside of an initializer, because initializers run again when weights are initialized.
     """
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        # Models of transformers have `_init_weights`.
+        # Models of transformers are initialized again by `_init_weights`.
         library = str(frame.f_globals.get("__name__")).startswith("transformers.")
         repeated = library or code.co_name in _NOT_ITS_OWN
         if code.co_argcount and (repeated or code.co_name == "__init__"):
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, nn.Module) and repeated:
                 return None
-            # A module with a running constructor around the context does not count.
+            # Skip a module whose constructor was already running when the context began.
             if isinstance(owner, nn.Module) and _MADE_BY in vars(owner):
                 found.append(owner)
         frame = frame.f_back
@@ -236,16 +244,16 @@ def _constructing() -> list[nn.Module] | None:
 
 
 def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Return a function that builds ``model`` again with values, if a constructor sets values.
+    """Return a function that builds ``model`` again with storage, if a constructor sets values.
 
-    None if initializers set all values. Raises `ConfigError` for values that cannot be set again.
-    See [Note: constructors that initialize].
+    None if initializers set all values. Raises `ConfigError` if a value was set outside of the
+    model's constructors, because it cannot be set again. See [Note: constructors that initialize].
     """
-    # Adapters have their own initializer, and their base is loaded.
+    # Adapters have an initializer, and the weights of their base model are loaded.
     if adapters.settings_of(model):
         return None
     construct = recorded_constructor(model)
-    # Without a recorded call of the model, no constructor can run again.
+    # If the call of the model's constructor was not recorded, it cannot be called again.
     made_by = set()
     for module in model.modules() if construct else ():
         made_by.add(vars(module).get(_MADE_BY))
@@ -261,17 +269,17 @@ def own_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
             f"{type(model).__name__}, and only these run again; set it in a constructor, pass "
             "init=function(module, name), or build the model with values and pass broadcast_from=0"
         )
-    # Under `build_on_meta` only buffers that are computed from parameters are on meta.
+    # A buffer on meta was computed from parameters, so it needs their values.
     written |= construct is not None and any(buffer.is_meta for buffer in model.buffers())
     return construct if written else None
 
 
 def recorded_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Return a function that builds ``model`` again with values; None if its constructor was not
-    recorded, and for adapters.
+    """Return a function that builds ``model`` again with storage.
 
-    `WeightSource.fill` calls it for models of a library whose constructors set parameters that no
-    initializer sets.
+    None if the call of the constructor was not recorded, and for adapters. `WeightSource.fill` uses
+    this function for models of a library whose constructors set parameters that no initializer
+    sets.
     """
     calls: dict[Any, _Call] = {}
     if not adapters.settings_of(model):
@@ -290,7 +298,7 @@ def _collect_calls(module: nn.Module, calls: dict[Any, _Call]) -> None:
 
 def _call_again(model: nn.Module, calls: dict[Any, _Call]) -> nn.Module:
     made: dict[Any, nn.Module] = {}
-    # In the order of the original calls, so that draws have the same order.
+    # Call in the original order, so that random values are drawn in the same order.
     for module, call in sorted(calls.items(), key=lambda each: each[1].number):
         given = (call.arguments, call.keywords)
         arguments, keywords = tree_map_only(nn.Module, lambda leaf: made.get(leaf, leaf), given)
@@ -299,8 +307,11 @@ def _call_again(model: nn.Module, calls: dict[Any, _Call]) -> nn.Module:
 
 
 def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
-    """Return the seeds of ``models`` from one `build_on_meta`. ``seed`` for the first model, and a
-    derived seed for each later construction. A copy has the seed of its original."""
+    """Return a seed for each of ``models`` from one `build_on_meta`.
+
+    The first model has ``seed``, each later model a seed derived from ``seed`` and its number. A
+    copy has the seed of its original.
+    """
     numbers: dict[object, int] = {}
     found = []
     for model in models:
@@ -311,7 +322,10 @@ def seeds_of(models: Sequence[nn.Module], seed: int) -> list[int]:
 
 
 def outline(model: nn.Module) -> list[str]:
-    """Return classes, names, shapes and ties, which a model that is built again must share."""
+    """Describe the classes, names, shapes and ties of ``model``, one per line.
+
+    `build_for_real` compares these lines with the original model's.
+    """
     lines = []
     for name, each in model.named_modules():
         lines.append(f"{name or 'root'}: {type(each).__name__}")
@@ -321,12 +335,10 @@ def outline(model: nn.Module) -> list[str]:
 
 
 def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list[str]) -> nn.Module:
-    """Return the model of ``construct``, which runs on CPU under ``seed``.
+    """Call ``construct`` on CPU under ``seed`` and return its model.
 
-    The random generators of this process are restored afterwards.
-
-
-    Raises `ConfigError` if the `outline` is not ``expected``, and for parameters without values.
+    The random generators of this process are restored afterwards. Raises `ConfigError` if the
+    `outline` of the model is not ``expected``, and for parameters that nothing has set.
     """
     python, numbers = random.getstate(), numpy.random.get_state()
     mode = torch.get_deterministic_debug_mode()
@@ -335,7 +347,7 @@ def build_for_real(construct: Callable[[], nn.Module], seed: int, expected: list
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
-            # torch.empty then returns NaN, which reveals a parameter that nothing sets.
+            # In this mode `torch.empty` fills tensors with NaN, which shows unset parameters.
             torch.set_deterministic_debug_mode("warn")
             model = construct()
         finally:

@@ -1,12 +1,12 @@
-"""The rectangle of a tensor that this rank holds: `local_region`.
+"""Regions: the rectangle of an unsharded tensor that a rank's local shard covers (`local_region`).
 
-Resharding intersects the rectangles of one layout with the rectangles of another layout.
+Resharding intersects the regions of one layout with the regions of another layout.
 
-[Note: blocks of rows] Quantized state has one scale per block of values. Blocks are parts of the
-rows of the unsharded tensor (a row holds all dims after the first), so a split of the rows cuts no
-block. The block length is the largest power of two up to 256 that divides an eighth of the row
-length, so that up to eight tensor-parallel ranks cut no block. Rows without such a divisor have
-blocks of 32.
+[Note: blocks of rows] Quantized optimizer state has one scale per block of values. A block is a
+part of one row of the unsharded tensor (a row has all dims after the first), so sharding by rows
+cuts no block. The block length is the largest power of two, from 32 to 256, that divides an eighth
+of the row length, so that tensor parallelism over up to eight ranks cuts no block either. If no
+power of two from 32 divides it, the length is 32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# No public names; torch's distributed checkpoints also rely on the second function.
+# These functions are private. torch's distributed checkpoints also use the second function.
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
@@ -51,18 +51,18 @@ class Region:
         return tuple(map(operator.add, self.offsets, self.lengths))
 
     def intersect(self, other: Region) -> Region | None:
-        """Return the common part; None if it is empty."""
+        """Return the intersection of two regions; None if it is empty."""
         assert len(self.offsets) == len(other.offsets)
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self.ends, other.ends)
         lengths = tuple(map(operator.sub, ends, offsets))
-        # Two scalars, which have no dims, share their one value.
+        # The regions of scalars have no dims and always intersect, therefore default=1.
         if min(lengths, default=1) <= 0:
             return None
         return Region(offsets, lengths)
 
     def slices_in(self, outer: Region) -> tuple[slice, ...]:
-        """Return the index of this region in a tensor that holds the surrounding ``outer``."""
+        """Return the index of this region in a tensor that contains the values of ``outer``."""
         inside = self.seen_from(outer.offsets)
         return tuple(map(slice, inside.offsets, inside.ends))
 
@@ -76,16 +76,17 @@ class Region:
         return Region(tuple(map(operator.sub, self.offsets, origin)), self.lengths)
 
     def position_in(self, shape: Sequence[int]) -> int:
-        """Return the position of its first value in a flattened tensor of ``shape``."""
+        """Return the position of the region's first value in a flattened tensor of ``shape``."""
         position = 0
         for offset, length in zip(self.offsets, shape, strict=True):
             position = position * length + offset
         return position
 
     def pieces(self, shape: Sequence[int], most: int) -> Iterator[Region]:
-        """Yield rectangles of at most ``most`` values that cover this region of a tensor.
+        """Yield regions of at most ``most`` values that together cover this region.
 
-        Each rectangle is contiguous in the tensor of ``shape``: full rows, or parts of one row.
+        Each is contiguous in a tensor of ``shape``: complete rows, or a part of one row. They may
+        contain values outside of this region.
         """
         if not self.numel:
             return
@@ -95,7 +96,7 @@ class Region:
             return
         begin, end = self.offsets[0], self.ends[0]
         row = math.prod(shape[1:])
-        # A row that exceeds a piece is split like a tensor with one dim less.
+        # A row with more than ``most`` values is split like a tensor with one dim less.
         if row > most and len(shape) > 1:
             inside = Region(self.offsets[1:], self.lengths[1:])
             for index in range(begin, end):
@@ -109,12 +110,12 @@ class Region:
 
 
 def local_region(tensor: Tensor, positions: Mapping[str, int] | None = None) -> Region:
-    """Return the rectangle of the unsharded tensor that this rank holds.
+    """Return the region of this rank's local shard in the unsharded tensor.
 
-    For a plain tensor this is everything. With ``positions`` (axis -> number) it is the rectangle
-    of the rank at these positions of the mesh, and at this rank's positions on other axes.
+    For a ``torch.Tensor`` this is the complete tensor. With ``positions`` (axis -> position) it is
+    the region of the rank at these positions, which has this rank's positions on all other axes.
 
-    Raises ValueError for placements that do not split the tensor (partial sums).
+    Raises ValueError for partial placements.
     """
     if not isinstance(tensor, DTensor):
         return Region.of_shape(tensor.shape)
@@ -139,15 +140,15 @@ def local_region(tensor: Tensor, positions: Mapping[str, int] | None = None) -> 
 
 
 def split_dims(tensor: Tensor) -> dict[str, int]:
-    """Return the split dim of ``tensor`` by mesh axis, including axes of one rank.
+    """Map each mesh axis that splits ``tensor`` to the split dim, including axes of one rank.
 
-    Empty for a tensor without a mesh.
+    Empty if ``tensor`` is not a `DTensor`.
     """
     if not isinstance(tensor, DTensor):
         return {}
     found = {}
     for name, placement in zip(axis_names(tensor.device_mesh), tensor.placements, strict=True):
-        # Parameters are never partial, so this is Shard or a strided shard, with a dim.
+        # Parameters are never partial, so this is `Shard` or `_StridedShard`, which have a dim.
         if not placement.is_replicate():
             found[name] = placement.dim  # type: ignore[attr-defined]
     return found
@@ -159,7 +160,7 @@ def first_position(tensor: Tensor) -> int:
 
 
 def block_length(columns: int) -> int:
-    """Return the values of a block in rows of ``columns`` values; see [Note: blocks of rows]."""
+    """Return the block length for rows of ``columns`` values; see [Note: blocks of rows]."""
     block = 256
     while block > 32 and columns % (8 * block):
         block //= 2
@@ -167,15 +168,15 @@ def block_length(columns: int) -> int:
 
 
 def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of the scales of a tensor of two or more dims: [rows, blocks of a row]."""
+    """Return the shape of the scales of a tensor with two or more dims: [rows, blocks per row]."""
     columns = math.prod(shape[1:])
     return shape[0], -(-columns // block_length(columns))
 
 
 def scales_region(tensor: Tensor) -> Region:
-    """Return the rectangle of the scales for this rank's part of ``tensor``.
+    """Return the region of the scales that belong to this rank's local shard of ``tensor``.
 
-    Raises ValueError if the split of ``tensor`` cuts blocks.
+    Raises ValueError if the sharding of ``tensor`` cuts blocks.
     """
     region = local_region(tensor)
     shape, inner = scales_shape(tensor.shape), math.prod(tensor.shape[2:])
@@ -186,7 +187,8 @@ def scales_region(tensor: Tensor) -> Region:
     is_cut |= bool(begin % block) or bool(end % block and end != columns)
     found = Region((region.offsets[0], begin // block), (region.lengths[0], -(-end // block)))
     found = Region(found.offsets, (found.lengths[0], found.lengths[1] - found.offsets[1]))
-    # torch's split of the scales must be the same.
+    # The scales are a `DTensor` with the placements of ``tensor``, so torch must shard them the
+    # same way.
     if is_cut or (region.numel and local_region(_split_like(tensor, shape, found)) != found):
         raise ValueError(
             f"its rows of {columns} values are cut inside of blocks of {block}, from value {begin} "
@@ -196,13 +198,15 @@ def scales_region(tensor: Tensor) -> Region:
 
 
 def scales_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros for the scales of ``tensor``, split like it. Raises as `scales_region`."""
+    """Return zeros for the scales of ``tensor``, with the same placements. Raises like
+    `scales_region`."""
     meta = _split_like(tensor, scales_shape(tensor.shape), scales_region(tensor))
     return torch.zeros_like(meta, dtype=dtype, device=local_part(tensor).device)
 
 
 def _split_like(tensor: Tensor, shape: Sequence[int], held: Region) -> Tensor:
-    """Return a tensor of ``shape`` on meta, split like ``tensor``; this rank has ``held``."""
+    """Return a meta tensor of ``shape`` with the placements of ``tensor`` and the local region
+    ``held``."""
     local = torch.empty(held.lengths, device="meta")
     if not isinstance(tensor, DTensor):
         return local
@@ -217,7 +221,8 @@ def _split_like(tensor: Tensor, shape: Sequence[int], held: Region) -> Tensor:
 
 
 def as_part(local: Tensor, whole: DTensor) -> DTensor:
-    """Return ``local`` as this rank's shard of a tensor shaped and placed like ``whole``."""
+    """Return a `DTensor` with the local shard ``local`` and the shape and placements of
+    ``whole``."""
     # `from_local` would move the tensor to the device of the mesh. The state of offloaded
     # parameters must stay in CPU memory, where the optimizer runs.
     if local.device.type not in ("meta", whole.device_mesh.device_type):
@@ -226,7 +231,7 @@ def as_part(local: Tensor, whole: DTensor) -> DTensor:
             assert isinstance(held, DTensor)
             held.to_local().copy_(local)
         return held
-    # The shape is passed, since torch would assume equal parts on all ranks.
+    # Pass the shape, because torch would assume equal local shards on all ranks.
     return DTensor.from_local(
         local,
         whole.device_mesh,
@@ -238,12 +243,12 @@ def as_part(local: Tensor, whole: DTensor) -> DTensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``tensor``; a plain tensor itself."""
+    """Return the local shard of a `DTensor`, or another ``tensor`` unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a view of real numbers; other tensors themselves."""
+    """Return a complex ``tensor`` as a view of real numbers, or a real ``tensor`` unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from parallel2d.parallel.weights.geometry import local_part
 
-# Number of elements that are hashed at once, as 8 bytes each; on a CPU these pieces fit into the
-# cache.
+# Number of elements that are hashed together, with 8 bytes each. On CPU these fit into the cache.
 _PIECE, _PIECE_ON_CPU = 2**22, 2**16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,7 +20,8 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (
 
 
 def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a signed 64-bit hash of this rank's part of each tensor. Any bit changes the hash."""
+    """Return a signed 64-bit hash of the local shard of each tensor. The hash depends on all
+    bits."""
     if not tensors:
         return []
     values = [_hash_of(local_part(tensor.detach())) for tensor in tensors]
@@ -30,12 +30,12 @@ def hashes_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _hash_of(local: Tensor) -> Tensor:
-    """Return the sum of the mixed elements as int64, modulo 2**64.
+    """Return the sum, modulo 2**64, of a hash of each element and its position, as int64.
 
-    Each element is mixed with its position before the sum. A sum of products would miss elements
-    that differ in their highest bits, such as two signs, or small integers in fp64.
+    A sum of element * position would not notice some changes of the highest bits, such as two
+    signs.
     """
-    # An integer has as many bytes as an element, or as half of a complex element.
+    # View elements as integers of the same size; a complex128 element becomes two integers.
     integer = _INTEGERS[min(local.element_size(), 8)]
     bits = local.contiguous().view(-1).view(torch.uint8).view(integer)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
@@ -45,7 +45,7 @@ def _hash_of(local: Tensor) -> Tensor:
         mixed = torch.arange(begin, begin + len(piece), device=local.device)
         mixed.mul_(_STEP).add_(piece)
         for shift, factor in _ROUNDS:
-            # torch shifts the sign bit in from the left; the mask removes its copies.
+            # torch's right shift fills with the sign bit; the mask replaces these bits by zeros.
             shifted = (mixed >> shift).bitwise_and_(2 ** (64 - shift) - 1)
             mixed.bitwise_xor_(shifted).mul_(factor)
         total += mixed.sum()

@@ -1,13 +1,13 @@
 """Initial values that depend only on a seed and on names: `InitialWeights`.
 
-[Note: mesh-independent weights] A module's initial values depend only on the seed and on fully
-qualified names (FQNs). Before any transform a meta copy of the model is kept (structure without
-storage). After sharding the copy is filled one part at a time: storage on CPU, then each module's
-own initializer in post-order, under a generator seeded by a hash of the seed and the FQN of the
-module. A part is a module, such as one linear layer, whose values no initializer around it writes.
-The parts are dealt to the ranks of a replica, and the rank that has drawn a part sends the other
-ranks their local shards (`replica_ranks`). The values thus do not depend on device, mesh or world
-size, and each rank draws about as many values as it keeps.
+[Note: mesh-independent weights] The initial values of a module depend only on the seed and on the
+module's fully qualified name (FQN). Before the transforms, a meta copy of the model is made. After
+sharding, the modules of the copy are initialized in *parts*. A part is a module, usually one layer,
+whose parameters no initializer of a parent module sets. For each part, storage is allocated on CPU,
+and the initializers of its modules run, children first, with a generator that is seeded by a hash
+of the seed and the module's FQN. The parts are distributed over the ranks of a replica. The rank
+that has initialized a part sends the other ranks their local shards (`replica_ranks`). Therefore
+the values do not depend on device, mesh or world size, and the work is divided over the ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Initializer = Callable[[nn.Module, str], None]
 def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     """Return True if all parameters are on meta.
 
-    Raises `ConfigError` for a mixture, and for meta parameters without a seed.
+    Raises `ConfigError` if only some are on meta, and for meta parameters without a seed.
     """
-    # The name of a meta parameter, and the name of a parameter with values.
+    # True -> the name of a meta parameter; False -> the name of a parameter with values
     one = {}
     for name, parameter in model.named_parameters():
         one[parameter.is_meta] = name
@@ -61,25 +61,29 @@ def has_meta_parameters(model: nn.Module, seed: int | None) -> bool:
     return True in one
 
 
-# A meta tensor: its FQN, the parameter or buffer dict of its module, its key there, and the tensor.
+# A meta tensor: its FQN, the dict of its module that contains it, its key in the dict, the tensor
 _Place = tuple[str, dict[str, Any], str, Tensor]
 
 
 class Part(NamedTuple):
-    """Modules that are initialized together, independently of all other modules."""
+    """Modules that are initialized together. Their values do not depend on other parts."""
 
-    # (name, module); children come before their parent, whose initializer may overwrite their
-    # values
+    # (name, module), children before their parent, whose initializer may overwrite their values
     modules: list[tuple[str, nn.Module]]
     places: list[_Place]
-    # Place -> the tensor of the sharded model that gets its value
+    # (place, the tensor of the sharded model to which the value is written)
     targets: list[tuple[_Place, Tensor]]
 
 
 class InitialWeights:
-    """Keeps a meta copy of ``model`` before the transforms; `write` fills the sharded model.
+    """Initializes the weights of a model on meta. See [Note: mesh-independent weights].
 
-    ``init``: None for the modules' own initializers. See [Note: mesh-independent weights].
+    Build this object before the transforms, and call `write` after sharding.
+
+    Args:
+        model: the model on meta.
+        blocks: (name, module) of the repeated blocks.
+        init: initializer of the user; None: the initializers of the modules.
     """
 
     def __init__(
@@ -105,13 +109,13 @@ class InitialWeights:
         Args:
             model: the model after the transforms.
             seed: the seed of all values.
-            device_type: the kind of device of meta parameters.
-            given: FQNs of tensors that keep their values.
-            mesh: the mesh of parameters; None: this rank draws all values.
+            device_type: the device type on which to allocate meta parameters.
+            given: FQNs of tensors that already have values and must not change.
+            mesh: the mesh of the parameters; None: this rank initializes all values.
 
         Raises:
-            NoInitializerError: parameters that no initializer sets, with their names, on all ranks.
-            ConfigError: an initializer that failed on another rank.
+            NoInitializerError: no initializer sets some parameters. Raised on all ranks.
+            ConfigError: an initializer has failed on another rank.
         """
         self._given = given
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -124,9 +128,9 @@ class InitialWeights:
             raise no_initializer(unset)
 
     def parts(self, model: nn.Module, given: Container[str] = ()) -> tuple[list[Part], list[str]]:
-        """Return the parts to draw, and the FQNs of parameters outside of all parts."""
+        """Return the parts to initialize, and the FQNs of parameters that belong to no part."""
         here = all_tensors(model)
-        # Ids of tensors with values: a tied parameter is drawn under its first name.
+        # Compare ids, because a tied parameter has several names and one value.
         written = {id(tensor) for name, tensor in here.items() if name in given}
         have_values = {name for name, tensor in here.items() if id(tensor) in written}
         found = []
@@ -139,16 +143,16 @@ class InitialWeights:
                 if tensor is not None and id(tensor) not in written:
                     written.add(id(tensor))
                     targets.append((place, tensor))
-            # A part with only loaded values is not drawn.
+            # Skip a part whose values are all given.
             if targets:
                 found.append(Part(modules, places, targets))
         parameters = parameters_by_name(model)
         return found, [name for name, each in parameters.items() if id(each) not in written]
 
     def _draw_all(self, parts: Sequence[Part], ranks: ReplicaRanks, seed: int) -> list[str]:
-        """Draw the parts and fill their targets. Returns the FQNs that no initializer set.
+        """Initialize the parts and fill their targets. Collective.
 
-        Collective.
+        Returns the FQNs of parameters that no initializer has set.
         """
         unset: list[str] = []
         fault: Exception | None = None
@@ -165,8 +169,8 @@ class InitialWeights:
                         if is_unset(value):
                             unset.append(place[0])
                 except Exception as error:
-                    # The other ranks wait for values, so this rank reports the error after the last
-                    # exchange.
+                    # Other ranks wait for the values of this rank, so send zeros and raise the
+                    # error after the last exchange.
                     fault = fault or error
                     drawn = [torch.zeros(()).expand(target.shape) for _, target in part.targets]
                 values += drawn
@@ -195,25 +199,25 @@ class InitialWeights:
                 storage[id(on_meta)] = _without_values(on_meta)
             held[key] = storage[id(on_meta)]
         try:
-            # Values are drawn on CPU, so only the CPU generator is seeded and restored.
+            # Values are drawn on CPU, so only the CPU generator must be restored.
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 for name, module in part.modules:
                     self._initialize(module, name, seed)
             return [held[key].detach() for (_, held, key, _), _ in part.targets]
         finally:
-            # Back to meta, so that only the values that are sent next have storage.
+            # Put the meta tensors back, so that the storage is freed after the values are sent.
             for _, held, key, on_meta in part.places:
                 held[key] = on_meta
 
     def _modules_of_parts(self, given: set[str]) -> Iterator[list[tuple[str, nn.Module]]]:
-        """Yield (name, module) of each part: of the model without its blocks, then of the blocks.
+        """Yield the (name, module) pairs of each part: first parts outside of blocks, then blocks.
 
-        Parts with tied parameters are one part.
+        Parts that share a tied parameter are merged, except between blocks.
         """
         loaded: set[int] = set()
-        # The base of a model with adapters is large and loaded, and adapters are in every block, so
-        # loaded modules are skipped. In other models the initializer of a module may set parameters
-        # inside a loaded module.
+        # In a model with adapters, skip loaded modules: the base model is large, and only the
+        # adapters need values. In other models loaded modules are not skipped, because the
+        # initializer of a parent may set parameters inside of them.
         if given and adapters.settings_of(self.blueprint):
             for module in adapters.initialized_modules(self.blueprint, given):
                 loaded.update(map(id, module.modules()))
@@ -240,9 +244,10 @@ class InitialWeights:
             yield from self._split(child_name, child, skipped)
 
     def _writes(self, name: str, module: nn.Module, skipped: set[int]) -> bool:
-        """Return True if ``module`` holds tensors, or its initializer writes to modules below it.
+        """Return True if ``module`` has direct meta tensors, or its initializer writes to modules
+        below it.
 
-        The initializer runs on meta tensors, which have no values.
+        To find such writes, the initializer runs on the meta tensors.
         """
         below = list(_places_on_meta(list(_in_post_order(module, name, skipped))))
         if any(held is module._parameters or held is module._buffers for _, held, _, _ in below):
@@ -255,7 +260,8 @@ class InitialWeights:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), writes:
                 self._initialize(module, name, seed=0, is_complete=is_complete)
-        # The initializer reads values, or refuses meta tensors: it is treated as one that writes.
+        # The initializer does not support meta tensors, for example because it reads values. Treat
+        # it like an initializer that writes.
         except Exception:
             writes.found = True
         for _, held, key, on_meta in below:
@@ -269,12 +275,12 @@ class InitialWeights:
     ) -> None:
         """Run the initializers of ``module``.
 
-        ``is_complete`` is True if all parameters below ``module`` belong to its part. None: True if
-        none of these parameters is on meta.
+        ``is_complete`` is True if all parameters of ``module`` and below belong to its part. None:
+        find out, because parameters of other parts are on meta.
         """
         digest = hashlib.sha256(f"{seed}/{fqn_of(name)}".encode()).digest()
 
-        # Seeded for each call: a module's values do not depend on draws of other modules.
+        # Seed each call, so that the values do not depend on random numbers of other modules.
         def run(initialize: Callable[..., object], *args: Any) -> None:
             # torch's generators take a signed 64-bit seed.
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -283,14 +289,13 @@ class InitialWeights:
         has_values = False
         library = self._library_initializer(name)
         if library is not None:
-            # Hugging Face's initializers may write below a module. Modules of other parts are on
-            # meta, where a write has no effect.
+            # The initializer may also write to modules below ``module``. If they belong to other
+            # parts, they are on meta and the write has no effect.
             run(library, module)
-            # Classes without a rule in the library still get their own initializer.
+            # The library does not initialize all classes of modules.
             has_values = all(_has_values(value) for _, value in direct_parameters(module))
-        # The initializer of a module would write to modules of other parts below it. If the module
-        # owns parameters directly, the initializer must run nevertheless, because nothing else sets
-        # these parameters.
+        # If modules below ``module`` belong to other parts, its initializer must not write to them.
+        # It runs nevertheless if ``module`` has direct parameters, because nothing else sets them.
         if is_complete is None:
             is_complete = not any(parameter.is_meta for parameter in module.parameters())
         reset = initializer_of(module)
@@ -299,7 +304,7 @@ class InitialWeights:
                 run(self.init, module, fqn_of(name))
             elif reset is not None:
                 run(reset)
-        # A layer with adapters sets them last, and overwrites the values of its children.
+        # Adapters are initialized last, because they overwrite the values of child modules.
         try:
             run(
                 adapters.reset_adapter,
@@ -311,13 +316,13 @@ class InitialWeights:
             raise ConfigError(str(error)) from None
 
     def _library_initializer(self, name: str) -> Callable[[nn.Module], None] | None:
-        """Return ``_init_weights`` of the innermost model around ``name`` that has this method.
+        """Return the ``_init_weights`` method of the innermost module around ``name`` that has one.
 
-        By Hugging Face's contract a model sets the weights of the modules below it.
+        In transformers, ``_init_weights(module)`` of a model initializes each module of the model.
         """
         if self.init is not None or not callable(getattr(self.blueprint, "_init_weights", None)):
             return None
-        # Ends at the root, which has an empty name.
+        # The loop ends at the root, which has this method.
         while True:
             found = getattr(self.blueprint.get_submodule(name), "_init_weights", None)
             if callable(found):
@@ -326,7 +331,7 @@ class InitialWeights:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes if an operator changes a tensor."""
+    """Sets ``found`` if an operator changes a tensor in place."""
 
     found = False
 
@@ -344,7 +349,7 @@ class _Writes(TorchDispatchMode):
 def _with_ties(
     parts: Iterable[list[tuple[str, nn.Module]]],
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield ``parts`` in their order; parts that share a tensor are merged."""
+    """Yield ``parts`` in order. Parts that share a tied parameter are merged."""
     merged: list[list[tuple[str, nn.Module]]] = []
     # Tensor id -> index of its part
     holders: dict[int, int] = {}
@@ -368,9 +373,9 @@ def _with_ties(
 def _in_post_order(
     module: nn.Module, name: str, skipped: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) below ``module`` and then ``module``, without modules in ``skipped``.
+    """Yield (name, module) for all modules below ``module``, and then for ``module``.
 
-    ``skipped`` holds ids. A module in two places is yielded twice.
+    Modules whose id is in ``skipped`` are left out. A module with two names is yielded twice.
     """
     for child_name, child in module.named_children():
         if id(child) not in skipped:
@@ -381,7 +386,7 @@ def _in_post_order(
 def _places_on_meta(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Place]:
     for name, module in modules:
         held: dict[str, Any]
-        # Buffers are real under `build_on_meta`, with the values of the constructor.
+        # Buffers are usually not on meta: `build_on_meta` leaves them with their values.
         for held in (module._parameters, module._buffers):
             for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
@@ -414,12 +419,11 @@ def _without_values(tensor: Tensor) -> Tensor:
     """Return a parameter or buffer like ``tensor`` on CPU, for which `is_unset` is True."""
     dtype = tensor.dtype
     if not isinstance(tensor, nn.Parameter):
-        # Integer buffers that nothing sets become zeros, a common initial value.
+        # An integer buffer that no initializer sets becomes zero.
         missing: complex = torch.nan if dtype.is_floating_point else 0
         return torch.full_like(tensor, missing, device="cpu")
     missing = False
-    # Values are drawn in 32 bits for every storage dtype, so that all precisions start from the
-    # same values.
+    # Values are always drawn in 32 bits, so that they do not depend on the storage dtype.
     if dtype.is_complex:
         missing = complex(torch.nan, torch.nan)
         dtype = torch.complex64
@@ -433,19 +437,19 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def is_unset(value: Tensor) -> bool:
-    """Return True if floating-point values of ``value``, or all its integers, are still unset.
+    """Return True if ``value`` still contains the values of `_without_values`.
 
-    `_without_values` defines the unset values.
+    One NaN is enough for a floating-point tensor. An integer tensor is unset if all its values are.
     """
     if value.is_complex():
         return bool(value.isnan().any())
     # The minimum is NaN if any value is NaN, and needs no memory.
     if value.is_floating_point():
         return bool(value.numel()) and bool(value.min().isnan())
-    # A bool has no spare value to mark it as unset.
+    # A bool has no value that could mean unset.
     if value.dtype == torch.bool or value.numel() == 0:
         return False
-    # The largest integer may occur as a value, but hardly as all values.
+    # One value may be the largest integer, but it is unlikely that all values are.
     return bool((value == torch.iinfo(value.dtype).max).all())
 
 
@@ -456,8 +460,7 @@ def _has_values(value: Tensor) -> bool:
 
 def apply_to_tensors(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer ``x`` by ``function(x)``; tied parameters stay tied."""
-    # `_apply` makes a new parameter at each place of a tied parameter, so ties are restored
-    # afterwards.
+    # `_apply` replaces each occurrence of a tied parameter by a different new parameter.
     ties = tied_parameters(model)
     model._apply(function)
     tie_again(ties)

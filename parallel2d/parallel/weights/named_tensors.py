@@ -1,9 +1,9 @@
-"""Tensors of a model and its optimizer by fully qualified name (FQN), equal on every layout.
+"""Tensors of a model and its optimizer by fully qualified name (FQN).
 
-[Note: master values] Some synchronization methods compute with values that differ from the values
-of the run. With ``sync=diloco`` each replica has different parameters, and with split updates in
-bf16 all replicas compute with rounded parameters. The method keeps the values of the run as master
-values, in addition to the parameters (`MasterValues`).
+[Note: master values] With some synchronization methods the parameters are not the values to save.
+With ``sync=diloco`` each replica has different parameters, and with split updates in bf16 all
+replicas compute with rounded parameters. Such a method stores the values to save in addition to the
+parameters, as master values (`MasterValues`): the outer parameters, or unrounded parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MasterValues(Protocol):
     """True if each replica has different parameters."""
 
     def masters(self) -> Mapping[str, Tensor]:
-        """Return master values by FQN of the parameter, including writes to parameters."""
+        """Return the master values by FQN, after taking over writes to parameters."""
 
     def masters_were_loaded(self) -> None:
         """Set the parameters from loaded master values. Collective."""
@@ -53,29 +53,33 @@ class MasterValues(Protocol):
         """Set the master values from loaded parameters."""
 
     def parameters_were_changed(self) -> None:
-        """Adopt parameters that something other than the optimizer has changed."""
+        """Update the master values after code other than the optimizer has changed parameters."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
-        """Set master values equal to the parameters inside, so that the parameters are saved."""
+        """Make the master values equal to the parameters inside of this context.
+
+        A state that is saved inside then contains the parameters.
+        """
 
 
 def register_masters(model: nn.Module, masters: MasterValues) -> None:
     """Register ``masters`` as the master values of ``model``."""
     vars(model).setdefault(_MASTERS_OF, []).append(masters)
-    # On all modules, since a change through any module must update the master values.
+    # Register on all modules, because a function may get a submodule and change its parameters.
     for module in model.modules():
         vars(module).setdefault(_MASTERS, []).append(masters)
     model.register_load_state_dict_post_hook(lambda *_: masters.parameters_were_loaded())
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
-    """Return master values of ``model``, of the model around it, and of models inside it."""
+    """Return the `MasterValues` that concern ``model``: also those of the parallelized model that
+    contains ``model``, and of parallelized models inside of ``model``."""
     found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
     return list({id(masters): masters for masters in found}.values())
 
 
 def masters_were_loaded(model: nn.Module) -> None:
-    """Set parameters from their master values after writes to `model_tensors`. Collective."""
+    """Set the parameters from master values that a load has written. Collective."""
     for masters in masters_in(model):
         masters.masters_were_loaded()
 
@@ -86,14 +90,16 @@ _meetings: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Callable[[str
 
 
 def register_meeting(model: nn.Module, meeting: Callable[[str], None]) -> None:
-    """Have `meet` call ``meeting``, a method, for ``model`` and each of its modules."""
+    """Make `meet` call the method ``meeting`` for ``model`` and each of its modules."""
     for module in model.modules():
         _meetings[module] = weakref.WeakMethod(meeting)
 
 
 def meet(model: nn.Module, point: str) -> None:
-    """Wait until all ranks that share parameters of ``model`` have reached ``point``; see [Note:
-    one order of collectives]. Collective. Raises `ConfigError` if a rank is at another point.
+    """Wait until all ranks that share parameters of ``model`` have reached ``point``.
+
+    See [Note: one order of collectives]. Collective. Raises `ConfigError` if a rank is at another
+    point.
     """
     found = dict.fromkeys(_meetings[each]() for each in model.modules() if each in _meetings)
     for meeting in found:
@@ -105,13 +111,14 @@ _parts: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKe
 
 
 def register_part(model: nn.Module, part: dist.ProcessGroup | None) -> None:
-    """Have `part_of` return ``part`` for ``model`` and each of its modules."""
+    """Make `part_of` return ``part`` for ``model`` and each of its modules."""
     if part is not None:
         _parts.update(dict.fromkeys(model.modules(), part))
 
 
 def part_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return a process group of the ranks that hold ``model``; None if these are all ranks."""
+    """Return the process group of the ranks in the mesh of ``model``; None if these are all
+    ranks."""
     return next((_parts[module] for module in model.modules() if module in _parts), None)
 
 
@@ -126,9 +133,10 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate ``model`` inside, without gradients and without lasting effects.
+    """Context for forwards of ``model`` in evaluation mode and without gradients.
 
-    Modes and random generators are restored, and unsharded parameters are freed.
+    At the end, the modes of the modules and the random generators are restored, and unsharded
+    parameters are freed.
     """
     modes = {}
     for module in model.modules():
@@ -144,11 +152,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-@torch.no_grad()  # but not inside
+@torch.no_grad()  # applies to the code of this function, not to the body of the context
 def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside the context, the first tensor of each pair has the values of the second tensor.
+    """Give the first tensor of each pair the values of the second, inside of this context.
 
-    Memory: a copy of the first tensors.
+    Needs the memory of a copy of the first tensors.
     """
     kept = []
     for tensor, shown in pairs:
@@ -163,8 +171,10 @@ def equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def refuse_extra_state(model: nn.Module, what: str) -> None:
-    """Raise `ConfigError` if a module of ``model`` has extra state, which the operation ``what``
-    would lose."""
+    """Raise `ConfigError` if a module of ``model`` defines ``get_extra_state``.
+
+    The operation ``what`` would lose this state.
+    """
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ConfigError(
@@ -174,12 +184,15 @@ def refuse_extra_state(model: nn.Module, what: str) -> None:
 
 
 def custom_hooks(model: nn.Module, attribute: str) -> list[str]:
-    """Return the FQNs of the modules with hooks in ``attribute``, such as ``_state_dict_hooks``,
-    that neither torch nor this package has registered. torch has no public name for them."""
+    """Return the FQNs of the modules with hooks that neither torch nor this package has registered.
+
+    ``attribute`` is the attribute with the hooks, such as ``_state_dict_hooks``; torch has no
+    public name for it.
+    """
     found = []
     for name, module in model.named_modules():
         for hook in getattr(module, attribute).values():
-            # A hook of `register_load_state_dict_pre_hook` is wrapped.
+            # torch wraps hooks of `register_load_state_dict_pre_hook` in an object.
             function = getattr(hook, "hook", hook)
             owner = getattr(function, "__module__", None) or ""
             if owner.partition(".")[0] not in ("torch", "parallel2d", "functools"):
@@ -188,27 +201,30 @@ def custom_hooks(model: nn.Module, attribute: str) -> list[str]:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return FQN -> parameter; a tied parameter once, under its first name."""
+    """Return a dict of parameters by FQN. A tied parameter is listed once, under its first name."""
     return by_fqn(model.named_parameters())
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return FQN -> parameter or buffer; a tied parameter under each of its names."""
+    """Return a dict of parameters and buffers by FQN. A tied parameter is under all its names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return by_fqn(chain(parameters, model.named_buffers(remove_duplicate=False)))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return FQN -> tensor to save and load. These are parameters, or their master values, and
-    persistent buffers. A tied parameter is listed once, under its first name."""
+    """Return the tensors to save and load, by FQN.
+
+    These are the parameters (or their master values) and the persistent buffers. A tied parameter
+    is listed once, under its first name.
+    """
     found: dict[str, Tensor] = {**parameters_by_name(model)}
     transient: set[str] = set()
     for prefix, module in model.named_modules():
-        # Several models may be parts of this model.
+        # ``model`` may contain several parallelized models.
         for masters in vars(module).get(_MASTERS_OF, []):
             for name, master in masters.masters().items():
                 found[join_names(fqn_of(prefix), name)] = master
-        # torch has no public name for the buffers outside of state dicts.
+        # torch has no public name for this set of names.
         transient.update(join_names(prefix, name) for name in module._non_persistent_buffers_set)
     for name, buffer in model.named_buffers():
         if name not in transient:
@@ -217,12 +233,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return further FQNs of tied parameters -> the first FQN, under which they are stored."""
+    """Map each further FQN of a tied parameter to its first FQN, under which it is stored."""
     return {name: fqn_of(first) for name, first in by_fqn(ties_of(model).items()).items()}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Return `tied_names` with the names of ``model``, including wrapper prefixes."""
+    """Return `tied_names` with the names of torch instead of FQNs: with prefixes of wrappers."""
     first = names_by_id(model.named_parameters())
     found: dict[str, str] = {}
     for name, each in model.named_parameters(remove_duplicate=False):
@@ -232,20 +248,20 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Return the parameters of all groups."""
+    """Return the parameters of all groups of ``optimizer``."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return FQN -> the tensor that an optimizer updates; see `model_structure.updated_as`."""
+    """Return the tensors that an optimizer updates, by FQN; see `model_structure.updated_as`."""
     found = parameters_by_name(model)
     return dict(zip(found, map(updated_as, found.values()), strict=True))
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return FQN -> parameter, or its owned part, for each parameter that ``optimizer`` steps.
+    """Return the tensors that ``optimizer`` updates, by FQN, in the order of the model.
 
-    They are in the order of the model.
+    These are parameters, or with ``strategy=hybrid_full`` the rows that this replica owns.
     """
     stepped = set(map(id, stepped_by(optimizer)))
     # The order of the groups may differ between runs; the model's order does not.
@@ -257,28 +273,31 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Combine groups and state of several optimizers into one object for states and checkpoints."""
+    """Combine several optimizers into one object for states and checkpoints.
+
+    The object shares the parameter groups and the state of the optimizers.
+    """
     groups = list(chain.from_iterable(each.param_groups for each in optimizers.values()))
     state: dict[Tensor, Any] = {}
     for optimizer in optimizers.values():
         spread_state(optimizer)
-        # Missing entries are created, so that loading fills the state of the optimizer itself.
+        # Indexing creates missing entries, so that a load fills the state of the optimizer itself.
         state |= {parameter: optimizer.state[parameter] for parameter in stepped_by(optimizer)}
-    # States are also compared by class name.
+    # The name appears in states, which are compared by class name.
     name = "+".join(type(each).__name__ for each in optimizers.values())
     attributes: dict[str, Any] = {"param_groups": groups, "state": state}
     if any(hasattr(each, "spread_state") for each in optimizers.values()):
-        # The state is shared by now; the attribute marks this for `new_state_tensor`.
+        # `new_state_tensor` looks for this attribute. The calls above have already sent the state.
         attributes["spread_state"] = staticmethod(lambda: None)
     joined: Any = type(name, (), attributes)
     return joined()
 
 
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
-    """Send the state of ``optimizer`` to ranks that lack it, before the state is read.
+    """Send the state of ``optimizer`` to ranks that do not have it, before the state is read.
 
-    Only optimizers of `parallel2d.whole_matrices` hold state on some ranks only; for them the call
-    is collective.
+    This does something only for optimizers of `parallel2d.whole_matrices`, whose state is on some
+    ranks only. For them the call is collective.
     """
     spread = getattr(optimizer, "spread_state", None)
     if spread is not None:
@@ -290,7 +309,7 @@ def drop_state(
     parameters: Mapping[str, Tensor],
     loaded: Mapping[str, Iterable[str]],
 ) -> None:
-    """Drop optimizer state that the next load does not replace.
+    """Delete optimizer state that the following load does not replace.
 
     Args:
         optimizer: the optimizer.
@@ -311,23 +330,24 @@ def drop_state(
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return ``<key>/<FQN>`` -> tensors of the optimizer state; empty before the first step."""
+    """Return the tensors of the optimizer state by ``<key>/<FQN>``; empty before the first step."""
     found: dict[str, Tensor] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
         # `get`, because indexing the state of an optimizer creates an entry.
         entries = optimizer.state.get(parameter, {})
-        # Sorted: every rank lists them in one order, also after a restore.
+        # Sort, so that every rank has the same order, also after a restore.
         for key, value in sorted(entries.items()):
-            # `describe_optimizer` has all other values, such as a step count.
+            # `describe_optimizer` returns other values, such as a step count.
             if isinstance(value, Tensor):
                 found[f"{key}/{name}"] = value
     return found
 
 
 def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's part of a manifest.
+    """Return the entry of the optimizer for the manifest of a checkpoint.
 
-    It has the class, the parameter groups by FQN with their settings, and state other than tensors.
+    The entry has the class, the settings and FQNs of each parameter group, and the state other than
+    tensors.
     """
     names: dict[int, str] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -344,7 +364,7 @@ def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     groups = []
     for group in optimizer.param_groups:
         settings = plain_settings(group)
-        # Settings that a manifest cannot hold, such as a tensor of several values, are omitted.
+        # Omit settings that a manifest cannot contain, such as a tensor of several values.
         kept = {}
         for key, value in settings.items():
             if _is_plain(value):

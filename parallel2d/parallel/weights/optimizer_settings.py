@@ -1,8 +1,8 @@
 """Settings of an optimizer's parameter groups (lr, betas, weight decay).
 
-`match_settings` finds settings of a stored state for the groups of an optimizer, and `put_settings`
-sets them. The class of the optimizer and the implementation of its step (``fused``, ``foreach``)
-are not taken from a state.
+`match_settings` finds the settings in a saved state for each group of an optimizer, and
+`put_settings` sets them. The class of the optimizer and the implementation of its step (``fused``,
+``foreach``) are never taken from a state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Implementation of a step, which may differ between a state and the loading optimizer.
+# Settings that choose the implementation of a step. They may differ between a state and an
+# optimizer.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 # Keys that torch's schedulers add to groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
@@ -26,7 +27,7 @@ Stored = Sequence[tuple[Settings, Sequence[str]]]
 
 
 def plain_settings(group: Mapping[str, Any]) -> Settings:
-    """Return the settings of a parameter group, with a tensor lr as a number."""
+    """Return the settings of a parameter group. A tensor with one value becomes a number."""
     plain = dict(group)
     plain.pop("params", None)
     # The lr is a tensor if a step is compiled or captured in a CUDA graph.
@@ -47,15 +48,16 @@ def match_settings(
 ) -> tuple[list[Settings], list[str]]:
     """Return the stored settings for each group of ``optimizer``, and a list of problems.
 
-    The settings are {} for a group without parameters in the state.
+    The settings are {} for a group whose parameters are not in the state.
 
     Args:
-        optimizer: the loading optimizer.
-        names: names of the parameters in each of its groups.
+        optimizer: the optimizer that loads the state.
+        names: names of the parameters in each group of ``optimizer``.
         stored: the groups of the state.
-        wanted: False to return only the counters of a group.
-        check_class: True to report settings of another class of optimizer.
-        same_class: True if the state is of this class, so that its counters are taken too.
+        wanted: False to return only the step counters of a group.
+        check_class: True to report settings of another optimizer class as a problem.
+        same_class: True if the state is of the class of ``optimizer``; then its step counters are
+            returned too.
     """
     index_of: dict[str, int] = {}
     for index, (_, listed) in enumerate(stored):
@@ -70,8 +72,8 @@ def match_settings(
         # A group without parameters matches the stored group at its index.
         if not listed and len(stored) == len(names) and not stored[number][1]:
             indices = [number]
-        # Each stored group once, in the order of the optimizer's parameters: the first stored group
-        # decides.
+        # Parameters of one group may be in several stored groups. The settings of the first are
+        # used, and `_problems` reports differences.
         given = []
         for index in dict.fromkeys(indices):
             given.append(stored[index][0])
@@ -80,7 +82,7 @@ def match_settings(
             problems += _other_class(optimizer, own, settings)
             problems += _other_dtype(group, settings)
         first = given[0] if given else {}
-        # Settings of another class of optimizer would stay in the group unused.
+        # Ignore settings that only another optimizer class has.
         keys = own | _OF_SCHEDULERS if wanted else set[str]()
         if same_class:
             keys |= _counters(first, group)
@@ -91,9 +93,9 @@ def match_settings(
 
 
 def _counters(settings: Settings, group: Mapping[str, Any]) -> set[str]:
-    """Return the keys of an optimizer's step counts in its groups.
+    """Return the keys of step counters in ``settings``.
 
-    A new ``group`` lacks keys that the first step adds.
+    Some optimizers add such keys to their groups in the first step, so a new ``group`` lacks them.
     """
     return {"step"} | (settings.keys() - set(group) - _NOT_OF_A_CLASS)
 
@@ -103,7 +105,7 @@ def _other_class(
 ) -> Iterator[str]:
     foreign = settings.keys() - own - _NOT_OF_A_CLASS
     missing = own - settings.keys()
-    # Versions of one class differ in one direction: the newer version has more settings.
+    # If only one side has additional settings, it may be a newer version of the same class.
     if foreign and missing:
         yield (
             f"its optimizer is of another class: it has {', '.join(sorted(foreign))}, and "
@@ -122,7 +124,7 @@ def _problems(
 ) -> Iterator[str]:
     """Yield reasons why ``settings`` cannot be the settings of ``group``.
 
-    ``others``: settings of further stored groups with parameters of ``group``.
+    ``others`` are the settings of further stored groups that contain parameters of ``group``.
     """
     for key, value in settings.items():
         for other in others:

@@ -1,8 +1,8 @@
 """Pretrained weights for a sharded model: `load_pretrained`.
 
-Only safetensors are read, from a folder of ``save_pretrained``; nothing in the folder is executed.
-A parameter that the library stores in several tensors, such as the experts of a mixture, is built
-from the parts of this rank.
+Only safetensors files are read, from a folder that ``save_pretrained`` has written. No code in the
+folder is executed. If the transformers library stores a parameter in several tensors, such as the
+experts of a mixture, each rank reads only the tensors that overlap its local shard.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _MAX_INDEX = 64 * 2**20  # bytes
 
-# The tensors in the files of a folder, by their names in the folder.
+# Name of a tensor in the folder -> its file and its entry in the file's header
 _Headers = Mapping[str, tuple[ByteSource, Entry]]
 
 
 def has_weights(path: str) -> bool:
-    """Return True if the folder holds safetensors. Raise `ConfigError` if it holds only pickles."""
+    """Return True if the folder has safetensors files. Raise `ConfigError` if it has only
+    pickles."""
     if _has(path, INDEX) or _has(path, SINGLE):
         return True
     pickled = next((name for name in _PICKLED if _has(path, name)), None)
@@ -65,21 +66,26 @@ def has_weights(path: str) -> bool:
 
 
 def _has(path: str, name: str) -> bool:
-    # A broken link counts: reading it then fails with its name.
+    # `lexists` is also True for a broken link, so that reading it raises an error with its name.
     return os.path.lexists(os.path.join(path, name))
 
 
 class _Stored(NamedTuple):
-    """An unsharded parameter in the folder. ``parts`` maps the name of each stored tensor to its
-    entry and to the position of its first value in the parameter."""
+    """An unsharded parameter in the folder, made of one or more stored tensors.
+
+    ``parts`` maps the name of each stored tensor to its entry, and to its offsets in the parameter.
+    """
 
     shape: tuple[int, ...]
     parts: dict[str, tuple[Entry, tuple[int, ...]]]
 
 
 class _Target(NamedTuple):
-    """A parameter or persistent buffer of the model. ``names`` are its FQNs, several if it is tied.
-    ``spellings`` are possible names in a folder, by priority."""
+    """A parameter or persistent buffer of the model.
+
+    ``names`` are the FQNs of the tensor, several if it is tied. ``spellings`` are its possible
+    names in a folder, by priority.
+    """
 
     tensor: Tensor
     names: list[str]
@@ -94,29 +100,31 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     """Fill ``model``, sharded or not, from the folder ``path``. Return the FQNs that were filled.
 
     No communication: every rank reads the byte ranges of its rows, `PIECE_BYTES` at a time.
-    Values are cast to the dtype of the parameter. Collective with ``sync=diloco``, because the
-    outer parameters are filled too.
+    Values are cast to the dtype of the parameter. If the model has master values (see
+    [Note: master values]), the call is collective.
 
-    A name may have or lack the prefix of the model's base (``transformer.``, ``model.``), as in
-    published weights. Names and forms that the ``transformers`` library changes between file and
-    model (experts stored one by one) are changed in the same way. Parameters outside of the base
-    that the folder lacks, for example a new head, are left to the caller and logged. In a model of
-    the ``peft`` library the base is filled, and the adapters are left to the caller.
+    A name in the folder may have or lack the prefix of the base model (``transformer.``,
+    ``model.``), as in published weights. Names and shapes that the ``transformers`` library
+    converts when it loads a file (experts stored one by one) are converted in the same way.
+
+    Some parameters may be missing in the folder: parameters outside of the base model, for example
+    a new head, and the adapters of a model of the ``peft`` library. The caller must initialize
+    them.
 
     Args:
         model: the model to fill.
         path: a local folder.
-        fresh: patterns of FQNs of further parameters that are left to the caller, such as adapters.
+        fresh: patterns of FQNs of further parameters that may be missing, such as adapters.
 
     Raises:
-        ConfigError: a shape differs, the folder lacks a parameter of the base, or a pattern of
+        ConfigError: a shape differs, a parameter of the base model is missing, or a pattern of
             ``fresh`` matches no parameter.
     """
-    # Entries of tensors by name; values are read later.
+    # Only the headers of the files; `_fill` reads the values.
     headers = read_headers(path)
     plain, adapted = adapters.base_of(model)
-    # Prefix of the base's names in a ``transformers`` model with a head, and in this model. The
-    # second prefix is "" for a model without a head, because the complete model is the base.
+    # ``prefix`` is the prefix of the base model's names in a transformers model with a head.
+    # ``base`` is the same prefix if this model has a head, or "" if this model is the base model.
     name = getattr(plain, "base_model_prefix", None) or ""
     prefix = f"{name}."
     base = prefix if isinstance(getattr(plain, name, None), nn.Module) else ""
@@ -129,23 +137,22 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
     for target in targets:
         names = target.stored_names(stored)
         if not names:
-            # A target without spellings is an adapter of peft, which no base folder contains.
+            # A target without spellings is an adapter of peft, and folders have no adapters.
             if target.spellings:
                 missing.append(target.names[0])
             continue
-        # A tied parameter may be stored under each of its names: one tensor is read, and all names
-        # count as read.
+        # A tied parameter may be stored several times. One tensor is read, and all count as read.
         read.update(chain.from_iterable(stored[name].parts for name in names))
         found.update(target.names)
         value = stored[names[0]]
         shape = tuple(target.tensor.shape)
-        # Mismatches are listed together.
+        # Collect problems, so that one error lists them all.
         if value.shape == shape:
             _fill(target.tensor, value, headers)
         else:
             problem = f"has shape {value.shape}, the model's is {shape}"
             problems.append(f"{printable(names[0])} {problem}")
-    # All parameters of the base are required, except adapters that the caller fills.
+    # All parameters of the base model are required, except those in ``fresh``.
     required = [name for name in missing if name.startswith(adapted + base)]
     problems += _lacking(model, required, fresh, targets)
     if problems:
@@ -156,7 +163,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
 
 def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
-    # Only a new head and adapters remain, which have initial values.
+    # At this point only parameters that the caller initializes are missing.
     if missing:
         log.warning("%s has no %s: drawn from the seed", path, ", ".join(missing))
     if unread:
@@ -165,9 +172,9 @@ def _log_rest(path: str, missing: Sequence[str], unread: Sequence[str]) -> None:
 
 
 def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Target]:
-    """List the entries of the model's state dict, tied parameters once.
+    """Return the parameters and persistent buffers of the model; a tied parameter is listed once.
 
-    ``adapted``: prefix of the base's names in a model with adapters.
+    ``adapted`` is the prefix of the base model's names in a model with adapters.
     """
     reshard(model)
     targets = {}
@@ -186,7 +193,7 @@ def _targets(model: nn.Module, adapted: str, prefix: str, base: str) -> list[_Ta
 def _lacking(
     model: nn.Module, missing: Sequence[str], fresh: Sequence[str], targets: Sequence[_Target]
 ) -> list[str]:
-    """Return one line per name of ``missing`` that no pattern of ``fresh`` matches.
+    """Return a message for each name in ``missing`` that no pattern of ``fresh`` matches.
 
     Raises `ConfigError` for a pattern without a match.
     """
@@ -194,8 +201,7 @@ def _lacking(
     left_to_caller: set[str] = set()
     for pattern in fresh:
         matching = fnmatch.filter(names, pattern)
-        # Without this error, a misspelt pattern would be reported as a missing parameter, or not at
-        # all.
+        # The pattern is probably misspelled.
         if not matching:
             raise ConfigError(
                 f"fresh: pattern {pattern} matches no parameter of {type(model).__name__}"
@@ -211,14 +217,15 @@ def _lacking(
 def _find_stored(
     model: nn.Module, targets: Sequence[_Target], headers: _Headers
 ) -> dict[str, _Stored]:
-    """Return the contents of the folder by name, and if necessary by the library's new names.
+    """Return the parameters in the folder by name, also under converted names if necessary.
 
-    Raises `ConfigError` for a form that cannot be read in parts.
+    The transformers library defines the conversions. Raises `ConfigError` for a conversion that
+    cannot be done for parts of a parameter.
     """
     stored: dict[str, _Stored] = {}
     for name, (_, entry) in headers.items():
         stored[name] = _Stored(entry.shape, {name: (entry, (0,) * len(entry.shape))})
-    # The library builds a second model to find its names, which takes time.
+    # Return early if no conversion is necessary, because `stored_forms` builds a second model.
     if all(target.stored_names(stored) for target in targets if target.spellings):
         return stored
     try:
@@ -233,14 +240,14 @@ def _find_stored(
 
 
 def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) -> _Stored:
-    """Return the position of each part of parameter ``name``. Nothing is read."""
+    """Return the stored tensors of the parameter ``name`` with their offsets. Reads no values."""
     try:
-        # torch checks on meta tensors that the parts fit together.
+        # Run the operations on meta tensors, so that torch checks the shapes.
         groups = []
         for names in form.names:
             groups.append(_group_on_meta(names, form, headers))
         whole = groups[0] if form.dim is None else torch.cat(groups, form.dim)
-        # torch skips tensors of shape (0,).
+        # `torch.cat` ignores tensors of shape (0,), so check the number of dims here.
         if any(group.ndim != whole.ndim for group in groups):
             raise ValueError("they differ in their number of dims")
     except (RuntimeError, IndexError, ValueError) as error:
@@ -250,7 +257,7 @@ def _put_together(name: str, form: huggingface.StoredForm, headers: _Headers) ->
     parts = {}
     begin = [0] * whole.ndim
     for names, group in zip(form.names, groups, strict=True):
-        # A stacked tensor has one dim more than in its file.
+        # A stacked tensor has one more dim than the tensor in the file.
         shape = tuple(group[:1].shape) if form.stacked else tuple(group.shape)
         for index, stored in enumerate(names):
             if form.stacked:
@@ -272,7 +279,7 @@ def _group_on_meta(names: Sequence[str], form: huggingface.StoredForm, headers: 
 
 
 def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
-    """Return the entry of each tensor of the folder by its name there; no values are read.
+    """Return the file and the header entry of each tensor in the folder, by name. Reads no values.
 
     Raises `ConfigError` for a name in two files.
     """
@@ -290,7 +297,7 @@ def read_headers(path: str) -> dict[str, tuple[ByteSource, Entry]]:
 
 
 def weight_map(path: str) -> dict[str, str]:
-    """Return the name of each tensor -> its file from the folder's index; empty without an index.
+    """Return the index of the folder: name of a tensor -> name of its file. Empty without an index.
 
     Raises `ConfigError` for an invalid index.
     """
@@ -307,19 +314,20 @@ def weight_map(path: str) -> dict[str, str]:
 
 
 def behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
-    """Return folder and name of the file behind ``path/name``.
+    """Resolve symbolic links: return the folder and the name of the file ``path/name``.
 
-    In the library's download cache models are folders of links.
+    The download cache of Hugging Face consists of links.
     """
-    # A path instead of a name can only come from a hostile index. `LocalFolder` refuses it.
+    # Do not resolve a name that is a path. It can only come from a malicious index, and
+    # `LocalFolder` rejects it.
     if os.path.basename(name) == name:
         path, name = os.path.split(os.path.realpath(os.path.join(path, name)))
-    # Pages of a mapped file would count as memory of the rank.
+    # Do not map the file, because its pages would count as memory of the process.
     return LocalFolder(path, mapped=False), name
 
 
 def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
-    """Write this rank's part of ``tensor``, and read only rows that contain values of the part."""
+    """Fill this rank's local shard of ``tensor``. Reads only rows that overlap the local shard."""
     local = local_part(tensor)
     for name, (entry, begin) in stored.parts.items():
         kept = local_region(tensor).seen_from(begin)
@@ -331,8 +339,8 @@ def _fill(tensor: Tensor, stored: _Stored, headers: _Headers) -> None:
             first = entry.begin + piece.position_in(entry.shape) * size
             alone = Entry(entry.dtype, piece.lengths, first, first + piece.numel * size)
             values = read_rows(headers[name][0], alone, 0, math.prod(piece.lengths[:1]))
-            # Never None: each piece has rows that overlap this rank's part.
+            # Never None, because each piece overlaps the local shard.
             wanted: Any = kept.intersect(piece)
             local[wanted.slices_in(kept)].copy_(values[wanted.slices_in(piece)])
-            # Freed before the next piece is read, so that only one piece is in memory.
+            # Free the values before the next piece is read, so that one piece is in memory.
             del values

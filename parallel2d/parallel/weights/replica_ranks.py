@@ -1,4 +1,4 @@
-"""Division of work among the ranks of a replica (`deal`), and transfer of the resulting values to
+"""Divide the initialization of weights over the ranks of a replica (`deal`), and send the values to
 the local shards (`ReplicaRanks`).
 """
 
@@ -20,24 +20,25 @@ from parallel2d.parallel.mesh import axis_positions, mesh_shape, ranks_of
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
-HELD_VALUES = 2**28  # values that a rank holds until they are sent: 1 GiB in fp32
+HELD_VALUES = 2**28  # maximum number of values that a rank stores before a send: 1 GiB in fp32
 SENT_BYTES = 2**26  # bytes that a rank sends at a time
 _ALIGNMENT = 16  # bytes; a multiple of every itemsize
 
 
 def deal(sizes: Sequence[int], ranks: int) -> Iterator[list[list[int]]]:
-    """Yield rounds of work by rank, so that every round takes all ranks about equally long.
+    """Distribute pieces of work over the ranks, in rounds.
 
-    In a round each rank gets at most `HELD_VALUES`, or the largest piece of work that is left.
+    In each round all ranks get about equally many values. A rank gets at most `HELD_VALUES` values,
+    or one larger piece.
 
     Args:
-        sizes: the size of each piece of work.
+        sizes: the number of values of each piece of work.
         ranks: the number of ranks.
 
     Yields:
-        For each rank the indices of its pieces.
+        One list per rank with the indices of its pieces in this round.
     """
-    # The largest first, each to the rank with the least work.
+    # Assign pieces in order of decreasing size, each to the rank with the fewest values.
     order = sorted(range(len(sizes)), key=lambda each: -sizes[each])
     begin = 0
     while begin < len(order):
@@ -58,18 +59,18 @@ def deal(sizes: Sequence[int], ranks: int) -> Iterator[list[list[int]]]:
 
 
 class _Piece(NamedTuple):
-    """A rectangle of a tensor."""
+    """A region of a tensor that is sent in one message."""
 
-    number: int  # index of the tensor among the tensors of its owner
-    tensor: Tensor  # the target, with this rank's local shard
-    region: Region
+    number: int  # index of the tensor among the tensors of the sending rank
+    tensor: Tensor  # the tensor to fill
+    region: Region  # in the unsharded tensor
 
 
 class ReplicaRanks:
-    """The ranks of this rank's replica, numbered along the shard and tensor axes.
+    """The ranks of this rank's replica: number = shard position * tensor ranks + tensor position.
 
     Args:
-        mesh: the mesh of parameters; None: only this rank.
+        mesh: the mesh of the parameters; None: only this rank.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -104,8 +105,8 @@ class ReplicaRanks:
         """Fill local shards from the unsharded values of each rank. Collective.
 
         Args:
-            targets: for each rank, the tensors that it has values for.
-            values: the values of this rank, on CPU.
+            targets: for each rank of the replica, the tensors for which the rank has values.
+            values: the unsharded values of this rank's tensors in ``targets``, on CPU.
         """
         if self.size == 1:
             for target, value in zip(targets[0], values, strict=True):
@@ -125,7 +126,7 @@ class ReplicaRanks:
         free = SENT_BYTES
         for number, tensor in enumerate(targets):
             whole = Region.of_shape(tensor.shape)
-            # The ranks of a shard group receive a replicated tensor each.
+            # A replicated tensor is sent to each rank of the shard group.
             copies = self._shards if self._region(tensor, 0) == whole else 1
             size = tensor.dtype.itemsize * copies
             for region in whole.pieces(tensor.shape, max(1, SENT_BYTES // size)):
@@ -138,17 +139,17 @@ class ReplicaRanks:
             yield step
 
     def _region(self, tensor: Tensor, shard: int) -> Region:
-        """Return the rectangle of the rank at position ``shard`` of this rank's shard group."""
+        """Return the local region of the rank at position ``shard`` of this rank's shard group."""
         key = id(tensor), shard
         if key not in self._regions:
             self._regions[key] = local_region(tensor, {"shard": shard})
         return self._regions[key]
 
     def _exchange(self, pieces: Sequence[Sequence[_Piece]], values: Sequence[Tensor]) -> None:
-        """Send ``pieces``, by owner, to the local shards.
+        """Send ``pieces`` (a list for each sending rank) to the local shards.
 
-        Each owner sends its pieces to its tensor group. Then every rank of this group sends in its
-        shard group, whose ranks need one part of the tensor axis.
+        First each sender broadcasts its pieces in its tensor group. Then every rank of this group
+        sends, in its shard group, each other rank the values of that rank's local shard.
         """
         held = self._in_tensor_group(pieces, values)
         sent: list[Tensor] = []
@@ -191,7 +192,7 @@ class ReplicaRanks:
     def _in_tensor_group(
         self, pieces: Sequence[Sequence[_Piece]], values: Sequence[Tensor]
     ) -> list[tuple[_Piece, Tensor]]:
-        """Return the pieces of all owners in this rank's tensor group, with their values."""
+        """Broadcast in the tensor group. Return the pieces of all its ranks with their values."""
         held: list[tuple[_Piece, Tensor]] = []
         for position in range(self._tensors):
             own = pieces[self._shard * self._tensors + position]
@@ -216,12 +217,12 @@ class ReplicaRanks:
 
 
 def _bytes(dtype: torch.dtype, numel: int) -> int:
-    """Return the bytes of a part of a message, which begins at a multiple of `_ALIGNMENT`."""
+    """Return the bytes of a tensor in a message, rounded up to a multiple of `_ALIGNMENT`."""
     return -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``parts``, on one device, as one message of bytes."""
+    """Copy ``parts``, which are on one device, into one message of bytes."""
     size = sum(_bytes(part.dtype, part.numel()) for part in parts)
     device = parts[0].device if parts else None
     message = torch.empty(size, dtype=torch.uint8, device=device)
@@ -236,7 +237,7 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
 def _views(
     message: Tensor, shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]]
 ) -> Iterator[Tensor]:
-    """Yield the parts of a message."""
+    """Yield views of the tensors in a message."""
     begin = 0
     for dtype, shape in shapes:
         numel = math.prod(shape)

@@ -1,6 +1,6 @@
-"""Source of a model's weights: `WeightSource` keeps the weights while the model is sharded.
+"""The source of a model's initial weights: `WeightSource`.
 
-It also checks that all ranks hold the same model.
+It also checks that all ranks have the same model.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from parallel2d.parallel.weights.unsharded_tensors import Route, fill
 class WeightSource:
     """The initial weights of a model.
 
-    The weights are the model's own, the weights of one rank, or for a model on meta values from a
-    seed or from its constructor; see [Note: constructors that initialize].
+    There are three sources: the weights of the model on each rank, the weights of one rank
+    (``broadcast_from``), or, for a model on meta, initializers under a seed or the constructor of
+    the model (see [Note: constructors that initialize]).
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class WeightSource:
         """Take the weights out of ``model`` if one rank broadcasts them. Collective.
 
         Args:
-            model: the plain model.
+            model: the model, not sharded yet.
             seed: see `parallel2d.parallelize`.
             init: see `parallel2d.parallelize`.
             broadcast_from: see `parallel2d.parallelize`.
             given: the argument ``weights`` of `parallel2d.parallelize`.
-            construct: builds the model with its values; None: the recorded constructor.
+            construct: builds the model with weights; None: the recorded constructor call.
 
         Raises:
             ConfigError: ranks have different models, or arguments exclude each other.
@@ -77,8 +78,8 @@ class WeightSource:
         self._received: dict[str, Tensor] = {}
         if broadcast_from is not None:
             self._received = _hand_over(model, broadcast_from)
-            seed = 0  # nothing is drawn, so a model on meta needs no seed
-        # After `_hand_over`, which ties on all ranks the parameters that are tied on the source.
+            seed = 0  # no weight is initialized, so a model on meta needs no seed
+        # Check after `_hand_over`, which ties the same parameters on all ranks as on the source.
         check_same_structure(model)
         self._on_meta = has_meta_parameters(model, seed)
         is_drawn = self._on_meta and broadcast_from is None
@@ -89,7 +90,7 @@ class WeightSource:
             )
         self._initial: InitialWeights | None = None
         self._construct: Callable[[], nn.Module] | None = None
-        # Builds the model if initializers turn out not to set all values
+        # Used if the initializers do not set all weights
         self._recorded: Callable[[], nn.Module] | None = None
         if is_drawn and init is None:
             self._construct = construct or own_constructor(model)
@@ -98,9 +99,9 @@ class WeightSource:
             self._bytes = sum(each.nbytes for each in chain(model.parameters(), model.buffers()))
 
     def remember(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        """Keep the state of ``model`` before the transforms that `fill` needs. Collective.
+        """Store what `fill` needs of ``model`` before the transforms. Collective.
 
-        Raises `ConfigError` if ranks hold different weights.
+        Raises `ConfigError` if ranks have different weights.
         """
         if not self._on_meta:
             digests = all_gather(_digest(model.named_parameters()))
@@ -126,8 +127,8 @@ class WeightSource:
     ) -> None:
         """Allocate the sharded ``model`` and set its weights. Collective.
 
-        With ``offload`` parameters are in CPU memory. Raises `ConfigError` on every rank if the
-        weights cannot be created.
+        With ``offload`` parameters are allocated in CPU memory. Raises `ConfigError` on every rank
+        if the weights cannot be created.
         """
         if not self._on_meta:
             return
@@ -136,7 +137,7 @@ class WeightSource:
         here: dict[str, Tensor] = all_tensors(model)
         route: int | Route | None = self._source
         if route is None:
-            # Weights that are loaded into the allocated model are not drawn.
+            # The caller's function fills some weights of the allocated model.
             given = self._given(model)
             if self._is_drawn(model, mesh, given):
                 return
@@ -145,8 +146,7 @@ class WeightSource:
                 return
             self._build(mesh, topology)
             route = route_in_replica(mesh)
-        # Buffers are sent too, because other ranks may have them on meta. Tied tensors are sent
-        # once.
+        # Also send buffers, because other ranks may have them on meta. Send tied tensors once.
         pairs = {}
         for name, each in here.items():
             pairs[id(each)] = (each, self._received.get(name))
@@ -154,8 +154,10 @@ class WeightSource:
         self._received = {}
 
     def _is_drawn(self, model: nn.Module, mesh: DeviceMesh, given: Container[str]) -> bool:
-        """Draw the weights by initializers, unless the constructor sets them. False if the
-        constructor must run. Collective."""
+        """Initialize the weights by initializers. Return False if the constructor must run instead.
+
+        Collective.
+        """
         if self._initial is None:
             return False
         try:
@@ -168,7 +170,7 @@ class WeightSource:
         return True
 
     def _build(self, mesh: DeviceMesh, topology: Topology) -> None:
-        """Build the model with real weights on the first rank of each replica. Collective.
+        """Build the model with weights on the first rank of each replica. Collective.
 
         Raises `ConfigError` on every rank if a rank fails or gets different weights.
         """
@@ -183,7 +185,7 @@ class WeightSource:
                 f"the model's constructor sets its values: {count} on {host} take {needed:.3g} GiB "
                 f"and {free:.3g} are free; set model.init (init=), called module by module"
             )
-        # Check before any rank allocates memory.
+        # Check the memory of all hosts before any rank allocates the model.
         _raise_any(problem)
         if rank in builders:
             try:
@@ -204,10 +206,10 @@ class WeightSource:
 def _not_given(
     tensors: Mapping[str, Tensor], given: Container[str], computed: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the ``tensors`` without the ``given`` ones, also under other names.
+    """Return the ``tensors`` that are not given, neither under their name nor under a tied name.
 
-    Raises `ConfigError` for a missing buffer of ``computed``, which the constructor would compute
-    from its own weights instead of the given weights.
+    Raises `ConfigError` if some tensors are given and a buffer of ``computed`` is not: the
+    constructor would compute this buffer from other weights than the given weights.
     """
     loaded = set()
     for name, each in tensors.items():
@@ -221,7 +223,8 @@ def _not_given(
 
 
 def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
-    """Raise the first ``problem`` of any rank; return the values of all ranks with a value."""
+    """Raise the first ``problem`` of all ranks. If there is none, return rank -> value.
+    Collective."""
     found = dict(zip(members(), all_gather((problem, value)), strict=True))
     for first, _ in found.values():
         if first is not None:
@@ -230,14 +233,17 @@ def _raise_any(problem: str | None, value: str | None = None) -> dict[int, str]:
 
 
 def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
-    """Take the weights out of ``model``, which is on meta afterwards. Collective. Returns them by
-    FQN on rank ``source``. Raises `ConfigError` on every rank if the source lacks values."""
+    """Move the parameters of ``model`` to meta. Collective.
+
+    Returns the weights by FQN on rank ``source``, and {} on other ranks. Raises `ConfigError` on
+    every rank if the model on rank ``source`` has meta tensors.
+    """
     ranks = members()
     if source not in ranks:
         valid = f"0 to {ranks[-1]}" if len(ranks) == ranks[-1] + 1 else f"one of {ranks}"
         raise ConfigError(f"broadcast_from={source} is not a rank of the mesh: use {valid}")
     _refuse_sparse(model, source)
-    # Only the source has weights to send, and can check that none is missing.
+    # Only the source sends weights, so only the source checks them.
     weights: dict[str, Tensor] = {}
     problem = None
     if dist.get_rank() == source:
@@ -254,11 +260,11 @@ def _hand_over(model: nn.Module, source: int) -> dict[str, Tensor]:
     # The other ranks may have used `model.to("meta")`, which unties parameters.
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, first in broadcast(ties_of(model), source).items():
-        # `check_same_structure` reports any difference here.
+        # If the names or shapes differ, `check_same_structure` reports it later.
         if {name, first} <= named.keys() and named[name].shape == named[first].shape:
             path, _, attribute = name.rpartition(".")
             model.get_submodule(path)._parameters[attribute] = named[first]
-    # Buffers stay real, and are overwritten.
+    # Buffers stay allocated, and are overwritten later.
     apply_to_tensors(
         model, lambda each: each.to("meta") if isinstance(each, nn.Parameter) else each
     )
@@ -280,8 +286,8 @@ def _refuse_sparse(model: nn.Module, source: int) -> None:
 def check_same_structure(model: nn.Module) -> None:
     """Raise `ConfigError` if a rank's model differs from rank 0's. Collective.
 
-    Compared are parameters, buffers, shapes, ties and frozen parameters. Later collectives of
-    different models would wait forever, or mix tensors.
+    Compares names, shapes and ties of parameters and buffers, and which parameters are frozen. With
+    different models, later collectives would wait forever or mix tensors.
     """
     ties = ties_of(model)
     # Dtypes of parameters may differ: all ranks cast them to one dtype.
@@ -293,7 +299,7 @@ def check_same_structure(model: nn.Module) -> None:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         layout = "" if buffer.layout == torch.strided else f" and layout {buffer.layout}"
         own.append(f"{name}, a buffer in {buffer.dtype} of shape {tuple(buffer.shape)}{layout}")
-    # Every rank compares its model with rank 0's; all report the first difference by rank.
+    # Every rank compares its model with rank 0's. All ranks report the first rank that differs.
     first = broadcast(own)
     difference = ""
     if own != first:
@@ -314,9 +320,9 @@ def check_same_structure(model: nn.Module) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raise `ConfigError` if constructors gave ranks different values of a buffer. Collective.
+    """Raise `ConfigError` if the constructor has set a buffer differently on some ranks.
 
-    No initializer sets the buffer again.
+    Such a buffer is not initialized again, so it must be equal. Collective.
     """
     own = {}
     for name, each in model.named_buffers():
@@ -340,7 +346,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest that differs if any tensor differs."""
+    """Return a hash of the names, shapes and values of ``tensors``."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         data = tensor.detach()
@@ -348,7 +354,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
             data = data.to_dense()
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
-        # Ranks may hold equal values in several dtypes, which are cast alike.
+        # Compare values and not dtypes, because all ranks cast parameters to the same dtype later.
         wide = data.double() if data.is_floating_point() else data.long()
         digest.update(f"{name} {tuple(tensor.shape)} {hashes_of([wide])}".encode())
     return digest.hexdigest()

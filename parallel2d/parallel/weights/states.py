@@ -1,13 +1,12 @@
 """The state of a sharded model and its optimizer in memory.
 
 `full_state` returns unsharded tensors and `sharded_state` local shards. `load_full_state`,
-`load_sharded_state` and `load_state` load them. `Checkpointer` writes states that outlive the
-process.
+`load_sharded_state` and `load_state` load them. `Checkpointer` saves states to files.
 
-``torch.distributed.checkpoint.state_dict`` is not used. Its functions for reading run an optimizer
-step if the state is empty, and do not find parameters that a replica updates in part. Its functions
-for loading send a pickle, give every rank each unsharded parameter, and may find a mismatch after
-writing some tensors.
+``torch.distributed.checkpoint.state_dict`` is not used. Its getters run an optimizer step if the
+optimizer state is empty, and do not support parameters of which a replica updates only a part. Its
+setters send pickles, need memory for each unsharded parameter on every rank, and may find a
+mismatch after some tensors are already written.
 """
 
 from __future__ import annotations
@@ -69,18 +68,18 @@ def full_state(
 ) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}`` with unsharded tensors. Collective.
 
-    ``"optimizer"`` is present only if ``optimizer`` is given. ``state["model"]`` fits
-    ``load_state_dict`` of the bare module. Peak memory is the returned state and one unsharded
-    tensor.
+    ``"optimizer"`` is present only if ``optimizer`` is given. ``state["model"]`` can be passed to
+    ``load_state_dict`` of the model without parallelize. Peak memory is the returned state and one
+    unsharded tensor.
 
     Args:
-        model: a model, or several as ``{"critic": ..., ...}``. ``state["model"]["critic"]`` is then
-            the state of one model.
-        optimizer: an optimizer, or several by the names of their models.
-        rank0_only: the other ranks get an empty dict and keep nothing.
-        cpu: move each unsharded tensor to CPU memory at once.
-        key_by: keys of the optimizer's parameters: FQNs, or numbers (``id``), as in
-            ``load_state_dict`` of ``torch.optim``; `rekey_optimizer_state` converts them.
+        model: a model, or a dict of several models by name. ``state["model"]`` is then a dict of
+            their states by name.
+        optimizer: an optimizer, or a dict of several by the names of their models.
+        rank0_only: True to return the state only on rank 0, and an empty dict on other ranks.
+        cpu: True to move each tensor to CPU memory as soon as it is unsharded.
+        key_by: keys of the optimizer's parameters: FQNs (``name``), or numbers (``id``) as in the
+            ``state_dict`` of ``torch.optim``; `rekey_optimizer_state` converts them.
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         states: dict[str, Any] = {}
@@ -106,11 +105,11 @@ def full_state(
         return gather_tensor(tensor, keep=keep, cpu=cpu)
 
     meet(model, "gathers a state")
-    # Gathering is collective, so ranks that keep nothing take part too.
+    # Unsharding is collective, so all ranks take part, also those that return {}.
     state = _state(model, optimizer, gather)
     if not keep:
         return {}
-    # `load_state_dict` of a bare module expects a tied parameter under each of its names.
+    # `load_state_dict` expects a tied parameter under each of its names.
     for name, first in tied_names(model).items():
         state["model"][name] = state["model"][first]
     if optimizer is not None and key_by == "id":
@@ -124,8 +123,9 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return ``{"model": ..., "optimizer": ...}`` with this rank's local shards.
 
-    Sharded tensors are `DTensor`s, and the optimizer's parameters are keyed by FQN. The tensors are
-    live, so the next step changes them; ``copy=True`` copies them. No communication.
+    Sharded tensors are `DTensor`s, and the optimizer's parameters are keyed by FQN. The tensors
+    share memory with the model and the optimizer, so the next step changes them, unless
+    ``copy=True``. No communication.
     """
 
     def take(tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _state(
     optimizer: torch.optim.Optimizer | None,
     take: Callable[[Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    """Return ``{"model": ..., "optimizer": ...}`` by FQN, with ``take`` of each tensor."""
+    """Return ``{"model": ..., "optimizer": ...}`` by FQN, with ``take(tensor)`` for each tensor."""
     # After a forward without backward, some parameters may be unsharded.
     reshard(model)
     tensors = {name: take(tensor) for name, tensor in model_tensors(model).items()}
@@ -148,8 +148,7 @@ def _state(
     spread_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in trained_parameters(model, optimizer).items():
-        # Before the first step, and without a gradient, a parameter has no state; torch's own
-        # `state_dict` does not list the parameter either.
+        # A parameter that was never updated has no state and is not listed, as in torch.
         for key, value in optimizer.state.get(parameter, {}).items():
             taken = take(value) if isinstance(value, Tensor) else value
             state.setdefault(name, {})[key] = taken
@@ -167,13 +166,13 @@ def rekey_optimizer_state(
     Args:
         state: the optimizer state.
         key: ``"id"`` for numbers, ``"name"`` for names.
-        names: for ``key="name"``, the names of the parameters in the order of the groups.
+        names: only for ``key="name"``: the names of the parameters in the order of the groups.
 
     Raises:
         ConfigError: the number of names differs from the number of parameters.
     """
     old = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
-    # In torch the number of a parameter is its position.
+    # In torch the number of a parameter is its position in the groups.
     new: Sequence[Any] = range(len(old))
     if key == "name":
         new = names or []
@@ -195,10 +194,11 @@ def rekey_optimizer_state(
 def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: int = 0) -> None:
     """Load ``state``, FQN -> tensor, into a parallelized ``model``. Collective.
 
-    Unsharded tensors are needed only on rank ``source``; the other ranks pass None and receive
-    their local shards piece by piece. `DTensor`s, as in ``model.state_dict()`` on every rank, are
-    copied, or redistributed one by one if they are split differently. Raises `ConfigError` on every
-    rank, before anything is written, if names or shapes differ.
+    ``state`` contains either unsharded tensors or `DTensor`s. Unsharded tensors are needed only on
+    rank ``source``; the other ranks may pass None and receive their local shards piece by piece.
+    `DTensor`s must be passed on every rank, as from ``model.state_dict()``. They are copied, or
+    redistributed one by one if their placements differ. Raises `ConfigError` on every rank if names
+    or shapes differ; no tensor is written in this case.
     """
     given = state or {}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in given.values())
@@ -214,24 +214,24 @@ def load_full_state(
     from_rank0: bool = True,
     settings: bool = True,
 ) -> None:
-    """Load unsharded tensors into a model and its optimizer, sharded or bare. Collective.
+    """Load unsharded tensors into a model and its optimizer, parallelized or not. Collective.
 
-    The state is from `full_state`, or consists of plain state dicts. Missing optimizer state is
-    created.
+    The state is from `full_state`, or consists of state dicts of a single process. Optimizer state
+    that does not exist yet is created.
 
     Args:
-        model: a model, or several as for `full_state`, loaded one after the other.
-        optimizer: None to load only the model.
-        state: ``{"model": state dict, "optimizer": state dict}``, the optimizer's keyed by FQN or
-            number. With ``from_rank0`` only rank 0 needs it; others may pass None or ``{}``.
-        from_rank0: True to send rank 0's tensors to the others piece by piece; False: every rank
-            takes its local shards from its own state, without communication.
+        model: a model, or a dict of several models as for `full_state`.
+        optimizer: the optimizer; None to load only the model.
+        state: ``{"model": state dict, "optimizer": state dict}``. The optimizer state is keyed by
+            FQN or number. With ``from_rank0`` only rank 0 needs the state; others may pass None.
+        from_rank0: True to send rank 0's tensors to the other ranks piece by piece. False: every
+            rank copies its local shards from the state that it has passed, without communication.
         settings: True to load the settings of parameter groups (lr, betas, weight decay), from
             which a torch scheduler continues; False to keep the current settings.
 
     Raises:
-        ConfigError: names, shapes or the class of the optimizer differ. Raised on every rank before
-            anything is written; with ``from_rank0=False`` only on ranks with a different state.
+        ConfigError: names, shapes or the class of the optimizer differ. Raised on every rank (with
+            ``from_rank0=False`` only on ranks whose state differs) before a tensor is written.
     """
     if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
         for name, each, own in _by_name(model, optimizer):
@@ -274,10 +274,10 @@ def load_sharded_state(
     *,
     settings: bool = True,
 ) -> None:
-    """Load the state of `sharded_state`, on every rank, into a model on the same ranks.
+    """Load a state from `sharded_state`. Call this on every rank with the rank's state.
 
-    Another layout of these ranks is redistributed tensor by tensor, which is collective. For
-    ``settings`` and errors see `load_full_state`.
+    If the layout of the model differs, the tensors are redistributed one by one, which is
+    collective. For ``settings`` and errors see `load_full_state`.
     """
     _load(model, optimizer, state, None, settings)
 
@@ -285,7 +285,7 @@ def load_sharded_state(
 @sendable
 @dataclass(frozen=True)
 class TensorEntry:
-    """Shape and dtype of a tensor of an optimizer state, for ranks without the state."""
+    """Shape and dtype of a tensor of an optimizer state, to send to ranks without the state."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -299,9 +299,10 @@ def _load(
     source: int | None,
     settings: bool,
 ) -> None:
-    """Load unsharded tensors from rank ``source``.
+    """Load a state, from rank ``source`` with unsharded tensors.
 
-    If ``source`` is None, every rank has the tensors, unsharded or sharded, and takes its part.
+    If ``source`` is None, every rank copies its local shards from its argument ``state``, which may
+    have unsharded or sharded tensors.
     """
     meet(model, "loads a state")
     reshard(model)
@@ -311,17 +312,17 @@ def _load(
     new_settings: list[Settings] = []
     described: dict[str, dict[str, Any]] = {}
     if source is None or dist.get_rank() == source:
-        # All problems are collected first, because the state of another model has many.
+        # Collect all problems, so that one error lists them.
         tensors, problems = _match_model(model, state)
         if optimizer is not None:
             given = state.get("optimizer")
             entries, new_settings, more = _match_optimizer(model, optimizer, given, settings)
             problems += more
-        # The optimizer state is not read if anything does not fit.
+        # `_described` needs a state that fits.
         if not problems:
             described = _described(entries, tensors, updated_by_name(model))
     if source is not None:
-        # Ranks without the state receive the problems, and the tensors with their order.
+        # Ranks without the state receive the problems, and the names of the tensors in order.
         plan = problems, described, new_settings
         problems, described, new_settings = broadcast(plan, source)
     if problems:
@@ -337,11 +338,11 @@ def _load(
 
 
 def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the model's tensors in ``state`` by FQN, and differences from the model."""
+    """Return the tensors of the model in ``state`` by FQN, and a list of problems."""
     given = state.get("model")
     if not isinstance(given, Mapping):
         problem = "it has no model"
-        # A common mistake: the argument is the model's state dict.
+        # A common mistake is to pass the state dict of the model.
         if any(isinstance(value, Tensor) for value in state.values()):
             problem += ': pass a state dict as {"model": state_dict}'
         elif state:
@@ -354,8 +355,8 @@ def _match_model(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
         if name not in tensors:
             problems.append(f"{name} is missing")
     problems += _other_shapes(tensors, here)
-    # The state dict of a bare model lists a tied parameter under each of its names. Buffers outside
-    # of state dicts are also allowed.
+    # A state dict may list a tied parameter under each of its names. Non-persistent buffers are
+    # also allowed.
     known = all_tensors(model).keys() | here.keys()
     for name in tensors:
         if name not in known:
@@ -384,9 +385,9 @@ def _match_optimizer(
     state: Mapping[str, Any] | None,
     settings: bool,
 ) -> tuple[Entries, list[Settings], list[str]]:
-    """Return entries of ``state`` by FQN, new settings per group of ``optimizer``, and problems.
+    """Return the entries of ``state`` by FQN, the new settings of each group, and problems.
 
-    Settings are {} for a group that keeps its current settings.
+    The settings are {} for a group of ``optimizer`` whose settings do not change.
     """
     if state is None:
         return {}, [], ["it has no optimizer"]
@@ -395,7 +396,7 @@ def _match_optimizer(
     listed = list(map(itemgetter("params"), state["param_groups"]))
     # torch's own `state_dict` numbers parameters; `full_state` and `sharded_state` name them.
     if isinstance(next(chain.from_iterable(listed), None), int):
-        # Numbers count through the groups, so they match only if groups have equal sizes.
+        # The numbers run through all groups, so they match only if groups have equal sizes.
         sizes, here = list(map(len, listed)), list(map(len, names))
         if sizes != here:
             problem = f"its optimizer has groups of {sizes} parameters, this one of {here}"
@@ -408,7 +409,7 @@ def _match_optimizer(
     given: dict[str, Any] = {}
     for name, values in entries.items():
         given |= {f"{key}/{name}": value for key, value in values.items()}
-    # Before its first step the optimizer has no tensors, and any shape fits.
+    # Before its first step the optimizer has no tensors to compare.
     problems += _other_shapes(given, optimizer_tensors(model, optimizer))
     stored = []
     for group in state["param_groups"]:
@@ -422,13 +423,13 @@ def _described(
 ) -> dict[str, dict[str, Any]]:
     """Return ``entries`` with a `TensorEntry` for each tensor.
 
-    ``given`` and ``here`` are the parameters of the state and of the loading model.
+    ``given`` are the parameters in the state, ``here`` the parameters of the model.
     """
     described: dict[str, dict[str, Any]] = {}
     for name, values in entries.items():
         described[name] = dict(values)
         for key, value in values.items():
-            # Scalars are sent with the description, without a collective.
+            # Tensors without dims stay in the description and are sent with it.
             if isinstance(value, Tensor) and (value.ndim or type(value) is not Tensor):
                 dtype = state_dtype(value.dtype, given[name].dtype, here[name].dtype)
                 described[name][key] = TensorEntry(value.shape, dtype)
@@ -436,8 +437,11 @@ def _described(
 
 
 def state_dtype(stored: torch.dtype, of_parameter: torch.dtype, here: torch.dtype) -> torch.dtype:
-    """Return the dtype of a loaded optimizer tensor. A tensor ``stored`` in its parameter's dtype,
-    ``of_parameter``, gets the dtype of the parameter ``here``; other tensors keep their dtype."""
+    """Return the dtype of a loaded optimizer tensor.
+
+    If its dtype in the state (``stored``) is that of its parameter (``of_parameter``), it gets the
+    dtype of the model's parameter (``here``). Other tensors keep their dtype.
+    """
     return here if stored == of_parameter else stored
 
 
@@ -447,13 +451,14 @@ def _tensors_to_fill(
     described: Entries,
     entries: Entries,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each tensor of the optimizer's state with its source in ``entries``, or None.
+    """Yield each tensor of the optimizer's state, with the tensor to load, or None.
 
-    Missing tensors are created. Scalars and plain values are set directly.
+    The tensor to load is from ``entries``; it is None on ranks without the state. Missing tensors
+    are created. Tensors without dims and other values are set here and not yielded.
     """
     for name, values in described.items():
         parameter = parameters[name]
-        # A defaultdict: indexing creates an empty state for a parameter without state.
+        # `optimizer.state` is a defaultdict, so indexing creates a missing state.
         state = optimizer.state[parameter]
         for key, value in values.items():
             is_tensor = isinstance(value, TensorEntry | Tensor)
@@ -474,13 +479,14 @@ def new_state_tensor(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return zeros as ``optimizer`` would create them for ``key`` of the state of ``parameter``.
+    """Return zeros for the entry ``key`` of the optimizer state of ``parameter``.
 
-    The result is sharded like the parameter, or it is a tensor of block scales or an unsharded
-    scalar. Raises `ConfigError` for any other ``shape``, unless the optimizer has ``spread_state``,
-    because only the optimizer knows the sharding.
+    A tensor with the shape of the parameter is sharded like the parameter. Other supported shapes
+    are block scales (see [Note: blocks of rows]) and tensors of one element, which are not sharded.
+    Raises `ConfigError` for any other ``shape``, because its sharding is unknown. Optimizers with
+    ``spread_state`` may have tensors of any shape, which are not sharded.
     """
-    # The step count of a parameter without dims has the same shape, but is not a `DTensor`.
+    # The step count of a parameter without dims has the parameter's shape, but is no `DTensor`.
     if tuple(shape) == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     if key.endswith("_scale") and tuple(shape) == scales_shape(parameter.shape):
@@ -492,8 +498,7 @@ def new_state_tensor(
             f"{key} of shape {list(shape)}: how it is split is unknown before the optimizer's "
             "first step"
         )
-    # torch's optimizers count steps on the CPU, unless fused or CUDA-graph kernels read the count
-    # on the device.
+    # The step count of torch's optimizers is on CPU, except with ``fused`` or ``capturable``.
     device = torch.device("cpu")
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")

@@ -1,7 +1,7 @@
-"""Unsharded tensors and local shards.
+"""Convert between unsharded tensors and local shards.
 
 `gather_tensor` unshards a tensor, `fill` fills local shards from unsharded tensors, and
-`summon_full_params` and `apply_full` unshard a model's parameters.
+`summon_full_params` and `apply_full` unshard the parameters of a model.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from parallel2d.parallel.model_structure import Places, fqn_of, places_in
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.parallel.weights.named_tensors import masters_in, meet, part_of, reshard
 
-PIECE_BYTES = 16 * 2**20  # bytes of a tensor that are sent, or read from a file, at a time
+PIECE_BYTES = 16 * 2**20  # maximum bytes of a tensor in one broadcast or one read of a file
 
 # (local shard, unsharded tensor); None on ranks without the unsharded tensor
 Pairs = Iterable[tuple[Tensor, Tensor | None]]
 
-# Broadcasts from the first rank of all to this rank: (source, group) of each hop
+# Broadcasts that bring a value from the source to this rank: (source rank, group) of each
 Route = Sequence[tuple[int, dist.ProcessGroup | None]]
 
 
 @torch.no_grad()
 def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
-    """Return an unsharded copy of ``tensor`` if ``keep``, in CPU memory with ``cpu``; else None.
+    """Return an unsharded copy of ``tensor``. Collective for a `DTensor`.
 
-    Collective for a `DTensor`.
+    Returns None if ``keep`` is False. The copy is in CPU memory if ``cpu`` is True.
     """
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    # After the collective: every rank must take part in it.
+    # Return after the collective, because every rank must take part in it.
     if not keep:
         return None
     whole = whole.detach().to("cpu" if cpu else whole.device)
-    # With one rank, or for a plain tensor, the result may share the storage of ``tensor``: a write
-    # to one tensor would change the other.
+    # Without communication the result may share the storage of ``tensor``, so copy it.
     if whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         return whole.clone()
     return whole
@@ -51,13 +50,14 @@ def gather_tensor(tensor: Tensor, *, keep: bool, cpu: bool) -> Tensor | None:
 
 @torch.no_grad()
 def copy_part(tensor: Tensor, other: Tensor) -> None:
-    """Copy this rank's part of ``other`` into ``tensor``.
+    """Copy the values of ``other`` for this rank's local shard of ``tensor``.
 
-    ``other`` has the same unsharded shape, on any device. Collective if ``other`` is a `DTensor`
-    with another split: it is redistributed, or, on another mesh, temporarily unsharded.
+    ``other`` has the same unsharded shape as ``tensor``, on any device. If ``other`` is a `DTensor`
+    with other placements it is redistributed, and on another mesh it is unsharded temporarily; both
+    are collective.
     """
     if isinstance(other, DTensor):
-        # torch redistributes on one mesh only.
+        # `redistribute` cannot change the mesh.
         if isinstance(tensor, DTensor) and other.device_mesh == tensor.device_mesh:
             other = other.redistribute(tensor.device_mesh, tensor.placements)
             tensor.to_local().copy_(other.to_local())
@@ -70,17 +70,17 @@ def copy_part(tensor: Tensor, other: Tensor) -> None:
 
 @torch.no_grad()
 def fill(pairs: Pairs, source: int | Route | None) -> None:
-    """Fill this rank's local shard of each tensor from its unsharded tensor.
+    """Fill this rank's local shard of each tensor from an unsharded tensor.
 
-    The unsharded tensor is on rank ``source``, or on the first rank of a route. For None or an
-    empty route every rank uses its own unsharded tensor, by `copy_part`. The other cases are
-    collective: all ranks process the same tensors in the same order.
+    The unsharded tensor is on rank ``source``, or on the first rank of a route. If ``source`` is
+    None or an empty route, every rank has the unsharded tensor and uses `copy_part`. The other
+    cases are collective: all ranks must pass the same tensors in the same order.
 
-    Values are sent `PIECE_BYTES` at a time, in the dtype of the target tensor, for any shape: the
-    other ranks never hold more than one piece in addition to their shard.
+    Values are sent in pieces of at most `PIECE_BYTES`, in the dtype of the target. The receiving
+    ranks never store more than one piece in addition to their local shards.
     """
-    # All pieces are received in one buffer. With separate buffers, a process group that releases
-    # its tensors late would keep many buffers alive.
+    # Receive all pieces in one buffer: a process group may free its tensors late, and would keep
+    # many separate buffers alive.
     buffer = torch.empty(0, dtype=torch.uint8)
     whole: Any  # not None where it is used
     route = [(source, group_of_members())] if isinstance(source, int) else source
@@ -103,10 +103,10 @@ def fill(pairs: Pairs, source: int | Route | None) -> None:
                 if buffer.device != local.device or buffer.numel() < bytes_:
                     buffer = torch.empty(bytes_, dtype=torch.uint8, device=local.device)
                 values = buffer[:bytes_].view(local.dtype).view(piece.lengths)
-            # A broadcast instead of a scatter: replicas need the same rows, and a rank may need a
-            # part of a row. The hops of a route are ordered from the source outwards: a rank sends
-            # a piece to its second group after it has received the piece in the first. All pieces
-            # come in the order of the tensors, which is the same on all ranks.
+            # A broadcast is used instead of a scatter, because replicas need the same rows and a
+            # rank may need only a part of a row. The broadcasts of a route start at the source: a
+            # rank receives a piece in its first group, and then sends it in its second group. All
+            # ranks process the pieces in the same order.
             for root, group in route:
                 dist.broadcast(values, src=root, group=group)
             common = kept.intersect(piece)
@@ -124,24 +124,25 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Unshard the parameters of a parallelized model, or of one of its modules, inside. Collective.
+    """Unshard the parameters of a parallelized model or of one of its modules. Collective.
 
-    Inside, the parameters are plain tensors. Call neither forward nor backward inside, because
-    hooks expect sharded parameters.
+    In this context the parameters are ``torch.Tensor``s with all values. Do not run forward or
+    backward in the context, because FSDP hooks expect sharded parameters.
 
     Args:
         model: the model or module.
-        recurse: include submodules; False: only parameters that ``model`` owns directly.
-        writeback: keep changes: each rank takes its local shard from its own copy (copies must be
-            equal on all ranks), or, with ``rank0_only``, from rank 0's copy. False: changes are
-            dropped.
-        rank0_only: the other ranks keep their sharded parameters. During its all-gather, each
-            unsharded parameter also needs memory on these ranks.
-        offload_to_cpu: move unsharded tensors to CPU memory one by one.
-        with_grads: unshard ``.grad`` too, and write it back like the parameters.
+        recurse: True to include submodules; False: only the direct parameters of ``model``.
+        writeback: True to keep changes. Each rank then copies its local shard from its unsharded
+            parameter, which must be equal on all ranks, or with ``rank0_only`` from rank 0's.
+            False: changes are discarded.
+        rank0_only: True to unshard only on rank 0; the other ranks have sharded parameters in the
+            context. The all-gather of each parameter also needs memory on these ranks.
+        offload_to_cpu: True to move unsharded tensors to CPU memory one by one.
+        with_grads: True to unshard ``.grad`` too, and to write it back like the parameters.
 
     Raises:
-        ConfigError: an outer context has unsharded the same parameters.
+        ConfigError: an outer context has unsharded the same parameters, or ``rank0_only`` with
+            ``writeback`` for replicas with different parameters (``sync=diloco``).
     """
     if rank0_only and writeback and any(masters.replicas_differ for masters in masters_in(model)):
         raise ConfigError(
@@ -149,7 +150,7 @@ def summon_full_params(
             "replicas, which differ with sync=diloco: use writeback=False to read them"
         )
     meet(model, "temporarily gathers full parameters")
-    # After a forward without backward, some parameters may be unsharded by FSDP.
+    # After a forward without backward, FSDP may have left parameters unsharded.
     reshard(model)
     places = places_in(model.modules() if recurse else [model])
     _refuse_nested(places)
@@ -158,7 +159,7 @@ def summon_full_params(
     wholes = {}
     for parameter in places:
         wholes[parameter] = _gather(parameter, keep=keep, cpu=offload_to_cpu, grads=with_grads)
-    # The model changes only after all gathers: if a gather fails, the model is unchanged.
+    # Change the model after all parameters are unsharded, so that an error leaves it unchanged.
     _show(places, wholes)
     try:
         yield
@@ -185,10 +186,10 @@ def _refuse_nested(places: Places) -> None:
 def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.Module:
     """Run ``model.apply(function)`` with unsharded parameters. Collective. Return ``model``.
 
-    Children come first, and one module's own parameters are unsharded at a time. In
-    ``function(module)`` the parameters that ``module`` owns directly are plain unsharded tensors,
-    and parameters below ``module`` are sharded. The function must do the same on every rank,
-    including random numbers; each rank keeps the local shard of its result.
+    The function is called for children before their parent. In ``function(module)`` only the direct
+    parameters of ``module`` are unsharded; parameters of its children are sharded. The function
+    must set the same values on every rank, also with random numbers, because each rank copies its
+    local shard from its result.
     """
     for child in model.children():
         apply_full(child, function)
@@ -198,9 +199,9 @@ def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.
 
 
 def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (FQN, module) of the modules with hooks of `fully_shard`, as in ``named_modules``.
+    """Return (FQN, module) of the modules to which `fully_shard` was applied, in model order.
 
-    They are ``model`` (FQN ``""``) and the modules of each bucket.
+    These are ``model`` (FQN ``""``) and the modules of each FSDP group.
     """
     # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
     modules: list[tuple[str, nn.Module]] = []
@@ -210,7 +211,7 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return modules
 
 
-# Attribute of unsharded parameters, which reveals a nested context.
+# Attribute of the unsharded parameters, to detect a nested context
 _MARK = "_summoned_whole"
 
 
@@ -233,7 +234,7 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
     whole = nn.Parameter(tensor, sharded.requires_grad)
     setattr(whole, _MARK, True)
     if gradient is not None:
-        # torch accepts a gradient of another dtype only after this declaration.
+        # `grad_dtype` allows a gradient whose dtype differs from the parameter's.
         whole.grad_dtype = gradient.dtype
         whole.grad = gradient
     return whole
@@ -242,16 +243,14 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
 def _write_back(
     wholes: Mapping[nn.Parameter, nn.Parameter], source: int | None, *, grads: bool
 ) -> None:
-    """Fill each sharded parameter, and with ``grads`` its gradient, from the unsharded
-    parameter."""
+    """Fill each sharded parameter from its unsharded parameter; with ``grads`` also ``.grad``."""
     fill([(sharded, whole.detach()) for sharded, whole in wholes.items()], source)
     if not grads:
         return
     kept = []
     for whole in wholes.values():
         kept.append(whole.grad is not None)
-    # With ``source``, only that rank has unsharded parameters, so it tells the other ranks which
-    # parameters have a gradient.
+    # With ``source``, only that rank knows which unsharded parameters have a gradient.
     if source is not None:
         kept = broadcast(kept, source)
     pairs: list[tuple[Tensor, Tensor | None]] = []

@@ -1,8 +1,8 @@
 """Checks that find errors of a training script in its first steps: `check_script`.
 
-The checks are active during the first steps of a model's optimizers (``checks.steps``). Afterwards
-all hooks and modes are removed. A write to a parameter may be visible only on the ranks with the
-written local shard. If a backward pass follows, its status all-reduce notifies the other ranks.
+The checks are active during the first ``checks.steps`` optimizer steps of a model. Then all hooks
+and modes are removed. Some errors, such as a write to a part of a parameter, are found only on some
+ranks. If a backward pass follows, its status all-reduce notifies the other ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_script(
     # The hook keeps the checks alive, so they end with the model.
     handles.append(model.register_forward_hook(checks.forget_step))
     _checks.append(weakref.ref(checks, _end))
-    # With a context axis, a torch function mode intercepts attention. This mode would not see calls
-    # below another mode, so the script mode is not used.
+    # With a context axis, another torch function mode intercepts attention. Under the script mode
+    # that mode would miss calls, so the script mode is not used.
     if mesh_shape(mesh).context == 1:
         function_mode.activate(_changed_groups, _unsharded_name)
 
@@ -74,7 +74,7 @@ class _ScriptChecks:
         self._handles = handles
 
     def forget_step(self, *_: Any) -> None:
-        """Reset at each forward: the optimizer's last step may have ended by an exception."""
+        """Clear the mode's running optimizer, whose step may have raised. Forward hook."""
         mode = function_mode.current_mode()
         if mode is not None:
             mode.stepping = None
@@ -126,24 +126,24 @@ def _end(reference: weakref.ref[_ScriptChecks]) -> None:
 
 
 class _Cycle:
-    """An object that only the garbage collector frees."""
+    """An object in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-# Objects that call `_deactivate_unused` when they are freed
+# References whose callback is `_deactivate_unused`
 _retries: list[weakref.ref[_Cycle]] = []
-# torch's code between a check for function modes and its call of a mode has fewer frames.
+# Number of frames to search: torch has fewer between its check for a mode and the call of the mode.
 _DEPTH = 6
 
 
 def _deactivate_unused(freed: weakref.ref[_Cycle] | None = None) -> None:
     """Deactivate the function mode if no model has checks.
 
-    The garbage collector may run this inside of torch, after torch has seen that a mode is active
-    and before it takes the mode off the stack: without the mode torch raises an error there. Then
-    the next run of the garbage collector tries again.
+    The garbage collector may call this function while torch runs, after torch has seen that a mode
+    is active and before it takes the mode off the stack. torch would raise an error if the mode
+    were missing then. In this case the next run of the garbage collector tries again.
     """
     if freed is not None:
         _retries.remove(freed)
@@ -161,7 +161,8 @@ def _deactivate_unused(freed: weakref.ref[_Cycle] | None = None) -> None:
 
 
 def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuse trained parameters outside of all models in one optimizer with sharded parameters."""
+    """Raise RuntimeError if an optimizer of sharded parameters also has a trained parameter that
+    belongs to no parallelized model."""
     if not _checks:
         return
     others: list[Tensor] = []
@@ -183,7 +184,7 @@ def before_step(stepping: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def runs_closure() -> None:
-    """Note that errors in the step that begins may come from the model."""
+    """Stop attributing errors to the optimizer: a closure runs the model inside of the step."""
     mode = function_mode.current_mode()
     if mode is not None:
         mode.stepping = None

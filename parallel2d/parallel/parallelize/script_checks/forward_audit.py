@@ -1,9 +1,9 @@
 """Checks around forwards: `audit_forwards`.
 
-They find writes to unsharded parameters, replaced parameters, arguments that a block changes, and
-attributes that keep freed storage. Values of unsharded parameters and attributes of modules are
-compared in forwards 1, 2, 4, 8 and so on, counted separately with and without gradients; the other
-checks run in each forward.
+The checks find writes to unsharded parameters, replaced parameters, arguments that a block changes,
+and attributes of modules that refer to freed storage. The values of unsharded parameters and the
+attributes of modules are checked only in forwards 1, 2, 4, 8 and so on; forwards with and without
+gradients are counted separately. The other checks run in each forward.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def audit_forwards(
 
     Args:
         model: the model.
-        gathered: its unsharded parameters.
-        averages: True if gradients are averaged over several data ranks. Then a trained parameter
-            whose gradient is not averaged is an error.
-        frees: True if parameters are freed between forward and backward.
+        gathered: the unsharded parameters of the model.
+        averages: True if there are several data ranks. Then the check raises an error for a trained
+            parameter whose gradient is not averaged.
+        frees: True if unsharded parameters are freed after forward (``reshard_after_forward``).
     """
     audit = _Audit(model, gathered, averages)
     handles = [
@@ -75,8 +75,8 @@ def audit_forwards(
         for module in each.group.modules:
             handles.append(module.register_forward_pre_hook(group.enter, prepend=True))
             handles.append(module.register_forward_pre_hook(group.remember))
-            # `prepend`: before FSDP's post-forward hook, which frees the storage of the unsharded
-            # parameters. Afterwards their values and versions could not be read.
+            # With `prepend` this hook runs before FSDP's post-forward hook, which frees the
+            # unsharded parameters: after it their values could not be read.
             handles.append(module.register_forward_hook(group.leave, prepend=True))
     for name, module in sharded_modules(model):
         handles += _ArgumentAudit(module, name, frees).install()
@@ -94,7 +94,8 @@ class _Audit:
         self._begun: Counter[bool] = Counter()
         # True in a forward that compares values
         self.compares_values = False
-        # Attributes that are managed parameters; parameters of `ignored` are not `DTensor`s.
+        # Names of the parameters that FSDP or `scalars` manages: these are `DTensor`s, and ignored
+        # parameters are not.
         self._managed: dict[nn.Module, list[str]] = {}
         for module in model.modules():
             held = direct_parameters(module)
@@ -104,7 +105,7 @@ class _Audit:
         """Run before a forward of the model."""
         if in_backward():
             return
-        # FSDP takes over the parameters in its first forward, so they are checked before it.
+        # FSDP reads the parameters of the modules in its first forward, so check them before it.
         for module, managed in () if self._begun else self._managed.items():
             for attribute in managed:
                 found = module._parameters.get(attribute)
@@ -113,15 +114,15 @@ class _Audit:
         self._begun[torch.is_grad_enabled()] += 1
         number = self._begun[torch.is_grad_enabled()]
         self.compares_values = number & (number - 1) == 0
-        # A backward pass, which would notify the other ranks, has not run.
+        # No backward pass has followed the forward with the fault, so no other rank was notified.
         if self.engine.fault and not self.engine.pending:
             raise RuntimeError(self.engine.fault)
 
     def end(self, *_: Any) -> None:
         """Run after a forward of the model.
 
-        Raises RuntimeError for a trained parameter that nothing averages over the ranks, and for
-        an attribute that keeps the freed storage of an unsharded parameter.
+        Raises RuntimeError for a trained parameter whose gradient is not averaged over the ranks,
+        and for an attribute that refers to the freed storage of an unsharded parameter.
         """
         trains = torch.is_grad_enabled() and self._averages
         for module in self._model.modules():
@@ -165,7 +166,7 @@ class _GroupAudit:
         self._before: list[tuple[int, int | None, Tensor | None]] = []
 
     def enter(self, *_: Any) -> None:
-        """Run before the parameters are gathered."""
+        """Check that no parameter was replaced. Runs before FSDP's pre-forward hook."""
         for parameter, places in zip(self._group.parameters, self._places, strict=True):
             expected = (parameter.sharded, parameter.gathered)
             for module, attribute in places if parameter.has_run else ():
@@ -174,7 +175,7 @@ class _GroupAudit:
                     raise RuntimeError(f"{parameter.name} {_MISPLACED}")
 
     def remember(self, *_: Any) -> None:
-        """Run after the parameters are gathered: record the state that `leave` compares."""
+        """Record the state that `leave` compares. Runs after FSDP's pre-forward hook."""
         self._before = list(map(self._state, self._group.parameters))
 
     def _state(self, parameter: FSDPParameter) -> tuple[int, int | None, Tensor | None]:
@@ -182,15 +183,15 @@ class _GroupAudit:
         assert whole is not None
         values: Tensor | None = None
         local = part_of(whole).detach()
-        # The unsharded values of tensor subclasses with a custom all-gather differ.
+        # Skip tensor subclasses, because a custom all-gather may change their values.
         if self._audit.compares_values and type(local) is Tensor:
-            # Only this rank's local shard: each rank compares its own shard.
+            # Each rank compares only its local shard of the unsharded values.
             flat = local.reshape(-1)[parameter.start :][: parameter.local_size.numel()]
             values = flat.clone().view(torch.uint8)
         return version_of(whole), storage_of(whole), values
 
     def leave(self, *_: Any) -> None:
-        """Run before the parameters are freed."""
+        """Find writes since `remember`. Runs before FSDP's post-forward hook."""
         before, self._before = self._before, []
         for parameter, old in zip(self._group.parameters, before, strict=False):
             if _is_equal(old, self._state(parameter)):
@@ -214,10 +215,13 @@ def _is_equal(old: Sequence[Any], new: Sequence[Any]) -> bool:
 class _ArgumentAudit:
     """Checks of the arguments of one module.
 
-    Raises RuntimeError if the module changes a container among its arguments, because
-    `fully_shard` passes a copy and the caller would not see the change; if the module leaves its
-    result in an object, where no hook finds the tensor; and for a forward-mode derivative that
-    sharded modules do not support.
+    Raises RuntimeError in three cases:
+
+    * The module changes a container among its arguments. `fully_shard` passes a copy of the
+      container, so the caller would not see the change.
+    * The module stores its result in an argument instead of returning it. FSDP sets its backward
+      hooks only on returned tensors.
+    * An argument has a forward-mode derivative that sharded modules do not support.
     """
 
     def __init__(self, module: nn.Module, name: str, frees: bool) -> None:
@@ -226,9 +230,10 @@ class _ArgumentAudit:
         self._frees = frees
         # Ids of containers in the arguments of the running calls
         self._given: list[set[int]] = []
-        # The defaultdicts in the arguments of the last running call
+        # The defaultdicts in the arguments of the last call
         self._defaults: list[Any] = []
-        # Containers that the last call received, their entries, and True if the caller holds them
+        # For each container that the last call received: the container, its entries, and True if it
+        # is the object of the caller and not a copy
         self._received: list[tuple[Any, Any, bool]] = []
 
     def install(self) -> list[RemovableHandle]:
@@ -249,7 +254,7 @@ class _ArgumentAudit:
         containers = list(_containers_in([*args, *kwargs.values()]))
         self._given.append(set(map(id, containers)))
         self._defaults = [each for each in containers if isinstance(each, defaultdict)]
-        # torch would fail to copy this container.
+        # torch raises an unclear error when it copies a defaultdict.
         if torch.is_grad_enabled() and trained_tensors_in(self._defaults):
             raise self._defaultdict()
 
@@ -286,7 +291,10 @@ class _ArgumentAudit:
 
 
 def _entries(container: Any) -> list[Any]:
-    """Return the entries of ``container`` by identity; it keeps them alive, so ids stay unique."""
+    """Return the entries of ``container``, which compare by identity.
+
+    The result keeps the entries alive.
+    """
     keys = list(container) if isinstance(container, dict) else []
     return [keys, list(map(_Same, values_in(container)))]
 
@@ -305,8 +313,8 @@ class _Same:
 
 def _containers_in(value: Any) -> Iterator[Any]:
     """Yield the containers in ``value``, recursively, outer containers first."""
-    # Containers that `fully_shard` copies, because it casts tensors or because tensors need
-    # gradients
+    # `fully_shard` copies these containers when it casts tensors in them or replaces tensors that
+    # require grad.
     is_copied = isinstance(value, list | dict | set) or is_dataclass_object(value)
     if is_copied:
         yield value
@@ -315,7 +323,7 @@ def _containers_in(value: Any) -> Iterator[Any]:
 
 
 def _holds_result(argument: object) -> bool:
-    """Return True if ``argument`` is an object with a tensor that a backward pass may reach."""
+    """Return True if ``argument`` is an object with a tensor attribute that requires grad."""
     if isinstance(argument, Tensor) or not hasattr(argument, "__dict__"):
         return False
     return any(isinstance(each, Tensor) and each.requires_grad for each in vars(argument).values())

@@ -1,7 +1,7 @@
-"""Refuse reads of unsharded parameters whose storage FSDP has freed: `refusing_reads`.
+"""Raise errors for reads of unsharded parameters whose storage FSDP has freed: `refusing_reads`.
 
-A hook may keep a view of an unsharded parameter, which torch cannot know about: after resharding
-the storage has no bytes, and a kernel that reads the view reads address 0 and ends the process.
+A script may keep a view of an unsharded parameter. After resharding the storage of the view has no
+bytes. A kernel that reads the view then reads address 0, which ends the process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d.parallel.fsdp_internals.tensors import quick_reads
 
-# From the number of a storage to the name of its unsharded parameter
+# Maps the id of a storage to the name of its unsharded parameter; None for other storages
 NameOf = Callable[[int], str | None]
 
-# Methods that read memory without an operator, or whose operators no mode sees
+# Methods that read memory without an operator, or with operators that a dispatch mode does not see
 _DIRECT = frozenset(
     (
         *("numpy", "tolist", "__array__", "__dlpack__", "share_memory_"),
@@ -33,9 +33,9 @@ _DIRECT = frozenset(
 def refusing_reads(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], name_of: NameOf
 ) -> AbstractContextManager[Any]:
-    """Return the context for a call of torch. It is empty if no argument has freed storage.
+    """Return a context for the call ``name`` of torch, in which reads of freed storage raise.
 
-    ``name``: name of the called function.
+    The context does nothing if no argument has freed storage.
     """
     freed = _freed_in(args, kwargs, name_of)
     if freed is None:
@@ -46,7 +46,10 @@ def refusing_reads(
 
 
 class _RefuseReads(TorchDispatchMode):
-    """Refuse operators that read or write freed storage; their schema says which do not."""
+    """Raise an error for operators that read or write freed storage.
+
+    Views and operators that use only metadata are allowed.
+    """
 
     def __init__(self, name_of: NameOf) -> None:
         super().__init__()
@@ -64,19 +67,19 @@ class _RefuseReads(TorchDispatchMode):
             raise refusal
         try:
             return func(*args, **kwargs)
-        except RuntimeError:  # a smaller view does not fit into storage without bytes
+        except RuntimeError:  # torch checks that a view fits into its storage, which is empty
             raise refusal from None
 
 
 def _uses_metadata_only(operator: Any) -> bool:
     name = operator.overloadpacket.__name__
-    # `set_` and `resize_` have the tag too.
+    # Besides in-place views, `set_` and `resize_` have the tag inplace_view.
     is_view = operator.is_view or torch.Tag.inplace_view in operator.tags
     return is_view or name.endswith("_like") or name.startswith("new_")
 
 
 def _freed_in(args: Iterable[Any], kwargs: dict[str, Any], name_of: NameOf) -> str | None:
-    """Return the name of a parameter of which an argument is a view with freed storage."""
+    """Return the name of the parameter if an argument is a view of its freed storage, or None."""
     for given in (*args, *kwargs.values()):
         for each in given if isinstance(given, list | tuple) else (given,):
             if isinstance(each, Tensor) and not isinstance(each, DTensor):
@@ -87,7 +90,7 @@ def _freed_in(args: Iterable[Any], kwargs: dict[str, Any], name_of: NameOf) -> s
 
 
 def _freed_as(tensor: Tensor, name_of: NameOf) -> str | None:
-    # A subclass, such as the parameters of lazy modules, may refuse these calls.
+    # A subclass, such as the parameters of lazy modules, may raise an error for these calls.
     with quick_reads():
         try:
             storage = tensor.untyped_storage()

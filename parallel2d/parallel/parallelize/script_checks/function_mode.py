@@ -1,7 +1,7 @@
-"""Checks of a script's calls of torch, by a torch function mode.
+"""Checks of the torch functions that a script calls, by a torch function mode.
 
-A mode intercepts each call before the call runs, only in the thread that has activated the mode.
-Calls inside of these calls, such as the operators of a backward pass, are not intercepted.
+The mode intercepts each call of a torch function in the thread that has activated the mode. Calls
+inside of an intercepted call, such as the operators of a backward pass, are not intercepted.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _SHARDED = re.compile(r"DTensor|[Ss]harding|placement")
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
-# Calls that return a tensor in the same memory, which torch does not record as a view; and the
-# attribute that marks such tensors of copied views
+# Calls that return a tensor with the same memory that torch does not record as a view. `_COPIED` is
+# the attribute that marks their result if the argument is a copied view.
 _SHARING = (Tensor.data.__get__, Tensor.detach)  # type: ignore[attr-defined]
 _COPIED = "_parallel2d_copied"
-# Position of ``inputs``, and attributes that tensors in it must not have: gradients that backward
-# leaves in unsharded parameters are averaged, but the gradients that `grad` returns are not.
+# For each function: the position of its argument ``inputs``, and attributes that a tensor in
+# ``inputs`` must not have. Backward may write gradients of unsharded parameters, because FSDP
+# averages them. The gradients that `torch.autograd.grad` returns are not averaged.
 _DIFFERENTIATING: dict[Callable[..., Any], tuple[int, tuple[str, ...]]] = {
     Tensor.backward: (4, (SHARDED_AS,)),
     torch.autograd.backward: (5, (SHARDED_AS,)),
@@ -65,11 +66,11 @@ _ASSIGNING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 
 
 class ScriptMode(TorchFunctionMode):
-    """Refuse calls that would compute with local shards, or would have no effect.
+    """Raises errors for calls that would compute with local shards or would have no effect.
 
     Args:
         changed: returns the groups with parameters that changed between a forward and its backward.
-        name_of: returns the name of the unsharded parameter with a storage.
+        name_of: maps the id of a storage to the name of its unsharded parameter.
     """
 
     def __init__(self, changed: Callable[[], list[FSDPGroup]], name_of: NameOf) -> None:
@@ -82,7 +83,8 @@ class ScriptMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # If the garbage collector ended the checks during a call, torch has put the mode back.
+        # If the garbage collector deactivates the mode during a call, torch puts the mode back on
+        # its stack after the call.
         if torch.compiler.is_compiling() or self is not _thread.mode:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -117,13 +119,13 @@ class ScriptMode(TorchFunctionMode):
                     "not be averaged over the ranks; call loss.backward() without inputs and read "
                     ".grad (requires_grad_(False) freezes the others)"
                 )
-        # Changes outside of optimizers
+        # Groups whose parameters were changed since the forward
         changed = self._changed()
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             explanation: Exception | None = self._explain(called, error)
-            # The message may be about another tensor of the script.
+            # Without changed groups, torch's message is about another tensor of the script.
             if changed and "modified by an inplace operation" in str(error):
                 explanation = RuntimeError(
                     f"parameters of {changed[0].called} were changed between a forward and its "
@@ -135,9 +137,10 @@ class ScriptMode(TorchFunctionMode):
             raise explanation from error
 
     def _explain(self, name: str, error: RuntimeError) -> RuntimeError | ConfigError | None:
-        """Return the error to raise instead of ``error``.
+        """Return a clearer error to raise in the place of ``error``.
 
-        None if ``error`` is not about sharded tensors, or was raised by this package.
+        None if ``error`` is not about sharded tensors, or if it is already clear because this
+        package has raised it.
         """
         text = str(error)
         if self.stepping is not None and _SHARDED.search(text):
@@ -165,7 +168,7 @@ class ScriptMode(TorchFunctionMode):
 
 
 def refusal(optimizer: Optimizer, reason: str) -> ConfigError:
-    """Return the error of an optimizer that does not support sharded parameters."""
+    """Return the error to raise if ``optimizer`` does not support sharded parameters."""
     name = type(optimizer).__name__
     return ConfigError(
         f"{name}.step {reason}: build parallel2d.whole_matrices({name}, parameters), which runs it "
@@ -187,7 +190,7 @@ def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
         raise RuntimeError(data_was_set(getattr(tensor, SHARDED_AS)))
     elif func == _GET_GRAD:
         caller = sys._getframe(2).f_globals.get("__name__")
-        # Other callers may read a gradient to see that it is None.
+        # Other code may only compare the gradient with None, so only `clip_grad` gets the error.
         if caller == "torch.nn.utils.clip_grad":
             _check_gradient(tensor)
 
@@ -212,12 +215,12 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Any) -> Iterable[Any]:
 
 
 def _changes_first(name: str) -> bool:
-    """True if functions with such names write to their first argument."""
+    """True if the name is that of an in-place function, which writes to its first argument."""
     return name.endswith("_") and not name.endswith("__")
 
 
 def _is_copied(tensor: DTensor) -> bool:
-    """True for a copied view, and for tensors that share its memory."""
+    """True if ``tensor`` is a copied view, or shares the memory of a copied view."""
     return is_copied_view(tensor) or hasattr(tensor, _COPIED)
 
 
@@ -231,7 +234,7 @@ def _check_written(name: str, written: DTensor, args: tuple[Any, ...]) -> None:
 
 
 def _assigns_to_copy(tensor: DTensor, index: Any) -> bool:
-    """True if ``tensor[index] = number`` writes to a copied view, which torch does not report."""
+    """True if ``tensor[index] = number`` would write to a copy, without an error of torch."""
     indices = index if isinstance(index, tuple) else (index,)
     # Other indices do not select a view.
     if not all(isinstance(each, _VIEWING) for each in indices):
@@ -269,7 +272,7 @@ def deactivate() -> None:
 def hide_in_forwards(model: nn.Module) -> list[Any]:
     """Deactivate the mode during forwards of ``model``. Return the handles of the hooks.
 
-    torch would compile the blocks twice otherwise, with the mode and without.
+    Otherwise torch.compile would compile each block twice: with the mode and without it.
     """
     hidden: list[ScriptMode] = []
 

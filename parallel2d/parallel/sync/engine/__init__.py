@@ -1,1 +1,1 @@
-"""The engine of reductions over replicas: groups, buckets, and the hooks of a backward pass."""
+"""The engine that reduces gradients over replicas: groups, buckets, and backward hooks."""

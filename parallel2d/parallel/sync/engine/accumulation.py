@@ -1,10 +1,14 @@
-"""Gradient accumulation: the axes that each micro-batch reduces over.
+"""Gradient accumulation: the axes over which each micro-batch is reduced.
 
-[Note: once per global batch] The sum of gradients over micro-batches commutes with the reduction
-over replicas, so one reduction of the sum is enough. ``reduce_scatter_only`` accumulates sharded
-gradients and averages them over the replicas after the last micro-batch: the slow axis is used
-once. ``none`` keeps unsharded gradients and communicates nothing before the last micro-batch (least
-bytes, most memory). ``full`` reduces every micro-batch over both axes.
+[Note: once per global batch] The gradients of several micro-batches may be summed first and then
+reduced once over the replicas, with the same result. The mode chooses the reductions:
+
+- ``reduce_scatter_only``: each micro-batch reduces over the shard axis. The sum of the sharded
+  gradients is averaged over the replicas after the last micro-batch, so that the slow axis is used
+  once per global batch.
+- ``none``: unsharded gradients are accumulated, and nothing is communicated before the last
+  micro-batch. This mode communicates the fewest bytes and needs the most memory.
+- ``full``: each micro-batch reduces over both axes.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ Batch = TypeVar("Batch")
 
 MODES = ("full", "reduce_scatter_only", "none")
 
-# Sentinel after the last micro-batch. None could be a micro-batch.
+# Marks the end of the micro-batches. None could be a micro-batch.
 _NOTHING = object()
 
 
@@ -40,20 +44,23 @@ def accumulate(
     """Yield the micro-batches of one global batch, and set up ``model`` before each.
 
     Run forward and backward inside the loop. If the loop ends early, by an exception or ``break``,
-    the gradient sums outside of ``.grad`` are dropped, and the next backward pass of the model
-    reduces over both axes. Raises ValueError for an unknown mode.
+    the accumulated gradients that are not reduced yet are discarded, and the next backward pass
+    reduces over both axes. ``mode`` is one of `MODES`; see [Note: once per global batch]. Raises
+    ValueError for an unknown mode.
     """
     engines = engines_in(model)
     with _ready_afterwards(model, mode):
         remaining = iter(micro_batches)
         batch = next(remaining, _NOTHING)
         while batch is not _NOTHING:
-            # Read one ahead: the model must be set up before the last micro-batch runs.
+            # Read one micro-batch ahead, because the model must know before the last micro-batch
+            # that it is the last.
             following = next(remaining, _NOTHING)
             _set_up(model, engines, mode, last=following is _NOTHING)
             yield batch  # type: ignore[misc]
             batch = following
-        # Without a backward pass of the last micro-batch on this rank, sums are not reduced yet.
+        # If the script has skipped the backward pass of the last micro-batch, the accumulated
+        # gradients are not reduced yet.
         for engine in engines:
             if engine.pending:
                 engine.finish()
@@ -61,9 +68,10 @@ def accumulate(
 
 @contextmanager
 def no_sync(model: nn.Module, mode: str = "reduce_scatter_only") -> Iterator[None]:
-    """Accumulate the gradients of backward passes inside; a later pass reduces the sum.
+    """Accumulate the gradients of all backward passes inside of this context.
 
-    ``mode="none"`` also omits the reduce-scatter. After an exception the sums are dropped.
+    The next backward pass outside of the context reduces the sum. ``mode="none"`` also omits the
+    reduce-scatter. If the body raises, the accumulated gradients are discarded.
     """
     with _ready_afterwards(model, mode):
         _set_up(model, engines_in(model), mode, last=False)
@@ -76,9 +84,8 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
         raise ValueError(f"during_accumulation={mode!r} is not one of {', '.join(MODES)}")
     try:
         yield
-    # `break`, and an exception in the body of the loop, end a generator by GeneratorExit. The
-    # generator must not raise another exception here, because Python would only print its
-    # traceback.
+    # A `break` or an exception in the body of the loop raises GeneratorExit in the generator. No
+    # other exception may leave the generator here, because Python would only print its traceback.
     except GeneratorExit:
         try:
             discard_accumulated(model)
@@ -93,22 +100,24 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def reduce_zeros(model: nn.Module, reductions: int) -> None:
-    """Receive the mean gradients of a global batch of which this replica computes nothing.
-    ``reductions``: number of reductions over the replicas."""
+    """Take part in the reductions of a global batch in which this replica computes no micro-batch.
+
+    ``reductions`` is the number of reductions over the replicas.
+    """
     for _ in range(reductions):
         for engine in engines_in(model):
             engine.finish_without_backward()
 
 
 def discard_accumulated(model: nn.Module) -> None:
-    """Drop the state of an interrupted forward or backward.
+    """Discard the state of an interrupted forward or backward.
 
-    FSDP is reset for the next forward. Gradient sums outside of ``.grad``, which ``zero_grad`` does
-    not reach, are not added to the next global batch.
+    Resets FSDP for the next forward. Also discards accumulated gradients outside of ``.grad``,
+    which the optimizer's ``zero_grad`` does not clear.
     """
     for module in model.modules():
         engine = engine_in(module)
-        # Before the first forward torch has nothing to reset, and would fail.
+        # Before the first forward `reset_iter_state` would fail.
         if engine is not None and engine.has_run:
             assert isinstance(module, FSDPModule)
             module.reset_iter_state()
@@ -117,8 +126,11 @@ def discard_accumulated(model: nn.Module) -> None:
 
 
 def clear_with_gradients(model: nn.Module) -> None:
-    """Make ``model.zero_grad()`` drop all gradients. This includes gradients of sharded parameters
-    while unsharded parameters are in the modules, and sums outside of ``.grad``."""
+    """Make ``model.zero_grad()`` clear all gradients.
+
+    This includes the gradients of sharded parameters while the modules hold unsharded parameters,
+    and accumulated gradients outside of ``.grad``.
+    """
     zero_grad = model.zero_grad
 
     @functools.wraps(zero_grad)
@@ -135,7 +147,7 @@ def _set_up(model: nn.Module, engines: Sequence[ReplicaReducer], mode: str, last
 
     Args:
         model: from `parallel2d.parallelize`.
-        engines: of ``model`` and the modules below it.
+        engines: the engines of ``model`` and of the modules below it.
         mode: one of `MODES`.
         last: True for the last backward pass of the global batch.
     """

@@ -22,8 +22,8 @@ from parallel2d.parallel.fsdp_internals.fsdp_group import FSDPGroup, FSDPParamet
 from parallel2d.parallel.sync.formats import CommunicationFormat
 
 Wait = Callable[[], None]
-# Buckets that start between the first message of a bucket and its second message, which needs the
-# answers to the first
+# Some formats send two messages per bucket, and the second depends on the answers to the first.
+# This many later buckets start before the second message of a bucket.
 _BETWEEN = 2
 
 
@@ -32,7 +32,7 @@ class ReduceState(enum.Enum):
 
     # This backward pass may add further gradients.
     WAITING = enum.auto()
-    # This replica's gradients are complete in this backward pass: their bucket may start.
+    # This replica's gradients are complete, so their bucket may start.
     FINAL = enum.auto()
     # The gradients are means over all data ranks.
     AVERAGED = enum.auto()
@@ -42,7 +42,7 @@ class GroupGradients:
     """The gradients of one FSDP group in the current global batch.
 
     Args:
-        group: the parameters.
+        group: the FSDP group.
         comm_format: communication format of gradients between replicas.
     """
 
@@ -53,20 +53,20 @@ class GroupGradients:
         # For each parameter, including frozen parameters: True if this rank has a gradient. After
         # the status all-reduce, True if any rank has a gradient.
         self.used = [False] * len(group.parameters)
-        # Recorded forwards without their backward pass so far; 2 means several.
+        # Number of forwards whose backward pass is pending; 2 means two or more.
         self.forwards = 0
-        # True once the group has run more than once before a backward pass; it may do so again.
+        # True once the group has run several times before a backward pass; it may do so again.
         self._repeats = False
-        # True once autograd has ended the group in the current backward pass.
+        # True if FSDP's post-backward of the group has run in the current backward pass.
         self._has_ended = False
-        # Forwards of a conditional module in this global batch: for its result, and of its dummy
+        # For an ``always`` module: True if the module, or its dummy, has run in this global batch
         self.ran_module = self.ran_dummy = False
-        # Means of earlier backward passes, set aside from a narrow communication dtype
+        # Means of earlier backward passes, which must not be rounded again; see `set_aside_means`
         self._means: list[tuple[FSDPParameter, Tensor]] = []
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Accumulation dtype of its gradients."""
+        """Accumulation dtype of the gradients."""
         return self.group.trained[0].gradient_dtype
 
     @property
@@ -83,8 +83,8 @@ class GroupGradients:
     def begin_reduction(self, crosses: bool) -> None:
         """Prepare the group's gradients of a backward pass for the reduce-scatter.
 
-        ``crosses``: True if the pass also reduces over the replicate axis. Raises RuntimeError in a
-        pass with create_graph=True, and for new gradients after the group was final.
+        ``crosses`` is True if the pass also reduces over the replicate axis. Raises RuntimeError
+        with create_graph=True, and if the group gets gradients after its state was FINAL.
         """
         # Gradient mode is enabled in a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
@@ -106,34 +106,36 @@ class GroupGradients:
         if not self.group.reduces_gradients:
             return
         for parameter in self.group.trained:
-            # FSDP adds to gradients of earlier backward passes, which have the final dtype.
+            # FSDP adds to the gradients of earlier backward passes. Those have the final dtype, so
+            # cast them to the accumulation dtype.
             parameter.cast_gradient(parameter.gradient_dtype)
         if crosses:
             self.set_aside_means()
-        # Sums that are not reduced over the replicas are not means.
+        # This pass adds gradients that are not averaged over the replicas.
         elif self.state is ReduceState.AVERAGED:
             self.state = ReduceState.WAITING
-        # Ranks of a shard group run the same groups: a group without a forward on this rank had no
-        # forward on the others.
+        # Ranks of a shard group run the same groups. If a group had no forward on this rank, it had
+        # no forward on the other ranks either, and needs no zero gradients.
         self.group.prepare_gradients(fill=has_gradient or self.forwards > 0)
-        # Hooks run after the status all-reduce, when gradients are complete.
+        # User hooks must run after the status all-reduce, so remove them during FSDP's
+        # accumulation.
         for parameter in self.group.trained:
             parameter.take_hooks()
 
     def end_reduction(self, crosses: bool) -> None:
-        """End the pass for this group: all kernels that accumulate its gradients are issued."""
+        """Called when all kernels that accumulate the group's gradients have been issued."""
         for parameter in self.group.trained:
             parameter.give_hooks_back()
-        # A group that ran twice is reduced twice in this pass, and its first gradients must not
-        # leave before the second. Nothing announces the second reduction, so this group becomes
-        # final only at the end of the backward pass.
+        # If a group ran twice, its gradients are reduce-scattered twice in this pass, and its
+        # bucket must wait for the second time. The second time is not known in advance, so the
+        # bucket of this group starts only at the end of the backward pass.
         is_shared = self.group.replicated_over is None  # see `average_over_shards`
         if crosses and self.forwards == 1 and not self._repeats and is_shared:
             self.state = ReduceState.FINAL
 
     def end_backward(self) -> None:
-        """End every backward pass for this group."""
-        # After an earlier `reduce_rest` torch does not end the group in this pass.
+        """Called at the end of every backward pass."""
+        # If the group has no gradients in this pass, FSDP's post-backward did not run.
         if not self._has_ended:
             self.note_used()
         # A forward with a pending backward pass remains counted.
@@ -141,8 +143,8 @@ class GroupGradients:
         self._has_ended = False
 
     def reduce_rest(self) -> None:
-        """Reduce over the shard axis the sums of earlier backward passes of the global batch."""
-        # After a backward pass that was set up as the last backward pass, no sums remain.
+        """Reduce-scatter gradients that earlier backward passes of the global batch have left."""
+        # These are gradients of a group that did not run in the last backward pass.
         if self.group.has_unsharded_gradients:
             # This calls `begin_reduction` and `end_reduction` as a backward pass does.
             self.group.reduce_late()
@@ -150,9 +152,9 @@ class GroupGradients:
 
     @torch.no_grad()
     def average_over_shards(self) -> None:
-        """Average the gradients of a group that every rank of the shard axis keeps. Collective.
+        """Average the gradients of a replicated conditional module over the shard axis. Collective.
 
-        A missing gradient counts as zero: only some ranks may have run the group.
+        A missing gradient counts as zero, because only some ranks may have run the module.
         """
         ranks = self.group.replicated_over
         if ranks is None or not self.group.trained:
@@ -170,7 +172,7 @@ class GroupGradients:
         self.ran_module = self.ran_dummy = False
 
     def reset(self) -> None:
-        """Drop the state of an interrupted global batch."""
+        """Discard the state of an interrupted global batch."""
         self.state = ReduceState.WAITING
         self.ran_module = self.ran_dummy = False
         self._has_ended = False
@@ -181,20 +183,21 @@ class GroupGradients:
 
     def note_used(self) -> None:
         """Update `used` with the gradients of this pass."""
-        # After only a dummy forward, backward has left gradients of zeros.
+        # If only the dummy has run, the gradients are zeros and do not count.
         is_dummy = self.ran_dummy and not self.ran_module
         for number, parameter in enumerate(self.group.parameters):
             if parameter.has_unsharded_gradient and not is_dummy:
                 self.used[number] = True
-            # An earlier pass may have left a gradient on the sharded parameter, or on the part that
-            # this replica updates.
+            # Otherwise the parameter stays used if an earlier pass has left a gradient: on the
+            # sharded parameter, or on the part of the parameter that this replica updates.
             elif parameter.sharded.grad is None and parameter.updated.grad is None:
                 self.used[number] = False
 
     def apply_used(self, used: Sequence[bool]) -> None:
-        """Remove gradients of parameters that no rank has ``used``, and call hooks of the others.
+        """Remove gradients of parameters that no rank has used. Call the hooks of all others.
 
-        These are the hooks of `register_post_accumulate_grad_hook`.
+        These are the hooks of `register_post_accumulate_grad_hook`. ``used`` has one value for each
+        parameter of the group.
         """
         self.used = list(used)
         for parameter, is_used in zip(self.group.parameters, used, strict=True):
@@ -204,12 +207,12 @@ class GroupGradients:
             parameter.call_hooks()
 
     def set_aside_means(self) -> None:
-        """Set aside means that another reduction in a narrow dtype would round again."""
+        """Take means of earlier passes out of ``.grad`` if a second reduction would round them."""
         if self.state is not ReduceState.AVERAGED:
             return
         self.state = ReduceState.WAITING
-        # Means in 32 bits or more are not set aside: averaging equal gradients again rounds once,
-        # in fp32.
+        # A format without rounding averages equal values in fp32, which keeps them, so they can
+        # stay in ``.grad``.
         if not self.comm_format.rounds:
             return
         for parameter in self.group.trained:
@@ -227,7 +230,7 @@ class GroupGradients:
         """Add the means of `set_aside_means` to the new gradients."""
         for parameter, earlier in self._means:
             local = parameter.local_gradient
-            # None if the global batch was abandoned.
+            # The gradient is None if the global batch was abandoned.
             if local is not None:
                 local.add_(earlier)
                 keep_until_done(earlier)
@@ -235,15 +238,15 @@ class GroupGradients:
 
 
 class Bucket:
-    """The sharded gradients of one or more neighbouring groups, as one flat tensor.
+    """The sharded gradients of one or more consecutive groups, as one flat tensor.
 
-    The methods have the names and results of torch's ``GradBucket``, so that hooks for
-    `torch.nn.parallel.DistributedDataParallel` accept a bucket: `index`, `buffer`, `gradients`,
-    `parameters`, `is_last`, `set_buffer`.
+    A bucket can be passed to a communication hook for
+    `torch.nn.parallel.DistributedDataParallel`, because it has the methods of torch's
+    ``GradBucket``: `index`, `buffer`, `gradients`, `parameters`, `is_last`, `set_buffer`.
 
     Args:
-        index: its number in the order of reduction.
-        groups: neighbouring groups with one communication format.
+        index: the bucket's number in the order of reduction.
+        groups: consecutive groups with the same communication format.
         last: True for the last bucket.
     """
 
@@ -262,7 +265,7 @@ class Bucket:
         self._parts: list[Tensor] = []
 
     def index(self) -> int:
-        """Return its number in the order of reduction, from 0: the order of ends in backward."""
+        """Return the bucket's number in the order of reduction, from 0."""
         return self._index
 
     def is_last(self) -> bool:
@@ -270,17 +273,18 @@ class Bucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """Return all gradients, flat and real: this replica's, or the mean after the reduction."""
+        """Return all gradients of this replica as one flat real tensor; after the reduction, their
+        means."""
         assert self._flat is not None, "the bucket is not being reduced"
-        # Collectives and hooks take real tensors: a complex number is sent as two real numbers.
+        # Collectives and hooks need real tensors, so a complex number becomes two real numbers.
         return _as_real(self._flat).view(-1)
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Copy ``tensor``, of the same number of elements, into `buffer`, cast to its dtype."""
+        """Copy ``tensor``, which has as many elements as `buffer`, into `buffer`."""
         self.buffer().copy_(tensor.view(-1))
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shard of each gradient, a view of `buffer`."""
+        """Return this rank's local shard of each gradient, as a view of `buffer`."""
         # After `flatten` every parameter has a gradient.
         return [each.local_gradient for each in self.trained]  # type: ignore[misc]
 
@@ -289,12 +293,11 @@ class Bucket:
         return [each.sharded for each in self.trained]
 
     def parts(self) -> list[Tensor]:
-        """Return views of `buffer`, in the order of `parameters`; complex gradients as real
-        numbers."""
+        """Return the view of `buffer` for each of `parameters`; complex gradients as real views."""
         return list(map(_as_real, self._parts))
 
     def release(self) -> None:
-        """Drop the buffer, after the gradients were copied elsewhere."""
+        """Free the buffer, after the gradients were copied to other memory."""
         self._flat = None
         self._parts = []
 
@@ -302,14 +305,15 @@ class Bucket:
     def flatten(self) -> None:
         """Make the gradients views of one flat tensor, `buffer`.
 
-        Nothing is copied if they already are views of one tensor, as FSDP's gradients of one group
-        are. A parameter without a gradient gets zeros: another replica may have one.
+        If the gradients already fill one tensor, as FSDP's gradients of one group do, they are not
+        copied. A parameter without a gradient gets zeros, because another replica may have a
+        gradient.
         """
         gradients = []
         for parameter in self.trained:
             gradients.append(parameter.local_gradient)
         self._flat = _common_storage(gradients)
-        # Several groups have several storages at first.
+        # The gradients of several groups, or with missing gradients, are copied.
         if self._flat is None:
             self._allocate()
             self._copy_in(gradients)
@@ -330,12 +334,12 @@ class Bucket:
             parts, copied = zip(*found, strict=True)
             torch._foreach_copy_(parts, copied)
             for gradient in copied:
-                # The last reference to the gradient ends with this function, while the copy may
-                # still run on the current stream, which is not the stream that allocated it.
+                # The gradient was allocated on another stream and is freed after this function. Its
+                # memory must stay valid until the copy on the current stream has ended.
                 keep_until_done(gradient)
 
     def fill_with_zeros(self) -> None:
-        """Make `buffer` zeros of the bucket's size. The gradients do not change."""
+        """Allocate `buffer` and fill it with zeros. The gradients do not change."""
         self._allocate()
         self.buffer().zero_()
 
@@ -353,10 +357,10 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Return a flat view of all ``tensors`` if they fill a piece of one storage without gaps.
+    """Return a flat view of all ``tensors`` if they fill a range of one storage without gaps.
 
-    None otherwise. Gaps hold padding: a view with gaps would have a size that depends on how the
-    gradients were computed, and replicas could send different sizes.
+    Returns None otherwise. A range with gaps (padding) is not used, because its size depends on how
+    the gradients were computed, and replicas could send different sizes.
     """
     # A parameter without a gradient needs zeros, for which the storage has no space.
     found = []
@@ -371,7 +375,7 @@ def _common_storage(tensors: Sequence[Tensor | None]) -> Tensor | None:
         is_elsewhere = tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
         if is_elsewhere or not tensor.is_contiguous():
             return None
-        # The order in storage may differ from the order of the parameters.
+        # The order of the gradients in storage may differ from the order of the parameters.
         begin = min(begin, tensor.storage_offset())
         end = max(end, tensor.storage_offset() + tensor.numel())
     filled = sum(map(Tensor.numel, found))
@@ -385,23 +389,21 @@ class Reduction(Protocol):
 
     @property
     def most_in_flight(self) -> int | None:
-        """Maximum number of reductions between start and end; None: unlimited.
-
-        Unlimited reductions hold no memory.
-        """
+        """Maximum number of reductions in flight; None: unlimited, because they need no buffers."""
 
     def start(self, bucket: Bucket) -> list[Wait]:
-        """Begin to average ``bucket.buffer()`` over the replicas, in place or for its owners.
+        """Start to average ``bucket.buffer()`` over the replicas.
 
         Collective: every replica starts the same buckets in the same order. Returns the remaining
-        steps in order; each step waits for the collective before it. After the last step the
-        gradients are the mean.
+        steps in order; each step waits for the previous collective. After the last step the
+        gradients are the means: on every replica, or only on the replica that updates the
+        parameter if the updates are split.
         """
 
 
 @dataclass(eq=False)
 class BucketQueue:
-    """Buckets of one model, and their reductions over the replicate axis.
+    """The buckets of one model, and their reductions over the replicate axis.
 
     Reductions run on a separate stream; see [Note: order of streams].
     """
@@ -409,9 +411,9 @@ class BucketQueue:
     # Process group of the replicate axis
     group: dist.ProcessGroup
     device_type: str
-    # Stream of FSDP's accumulation of sharded gradients
+    # Stream on which FSDP accumulates sharded gradients
     accumulating: torch.Stream
-    # In the order of their ends in backward
+    # All groups of the model, in the order in which backward completes them
     groups: Sequence[GroupGradients]
     # Maximum size of a bucket of several groups
     bucket_bytes: int
@@ -422,21 +424,22 @@ class BucketQueue:
         self.stream = new_stream(self.device_type)
         if self.device_type == "cpu":
             keep_freed_memory()
-        # Buckets of this global batch; empty until the first is needed.
+        # Buckets of this global batch; empty until the first use of `_remaining`
         self._buckets: list[Bucket] = []
         # Index of the next bucket to start
         self._next = 0
         self._in_flight: list[tuple[Bucket, list[Wait]]] = []
 
     def start_final(self) -> None:
-        """Start buckets in their order, up to the first with a group that is not final yet.
+        """Start the next buckets in order, until a bucket has a group that is not FINAL.
 
         Every replica must start the same collectives in the same order, or replicas would wait for
-        each other forever. However, replicas may route data differently, and end groups in
-        different orders. The order is therefore the order of `groups`: a bucket of final groups
-        waits for the earlier buckets, and `finish` starts all remaining buckets, including buckets
-        of groups that did not run on this replica. Parameters may be frozen or unfrozen between
-        global batches, so buckets are rebuilt for each global batch.
+        each other forever. Replicas may complete groups in different orders, because they may route
+        data differently through the model. Therefore the order of buckets is fixed: it is the order
+        of `groups`. A bucket waits until all earlier buckets have started. `finish` starts all
+        remaining buckets, including buckets of groups that did not run on this replica. Buckets are
+        built again for each global batch, because parameters may be frozen or unfrozen between
+        global batches.
         """
         for bucket in self._remaining():
             if any(each.state is not ReduceState.FINAL for each in bucket.groups):
@@ -444,29 +447,29 @@ class BucketQueue:
             self._start(bucket, bucket.flatten)
 
     def finish(self, *, with_zeros: bool = False) -> None:
-        """Reduce the remaining buckets and wait for all of them.
+        """Reduce the remaining buckets and wait for all buckets.
 
-        `forget_buckets` follows when their gradients are complete. ``with_zeros``: send zeros
-        instead of this rank's gradients; other ranks may be waiting for these reductions.
+        Call `forget_buckets` afterwards, when the gradients are complete. If ``with_zeros``, this
+        rank sends zeros instead of its gradients, so that other ranks do not wait forever.
         """
         for bucket in self._remaining():
             self._start(bucket, bucket.fill_with_zeros if with_zeros else bucket.flatten)
         self._await_all_but(0)
 
     def cancel(self) -> None:
-        """Wait for the started buckets, and start no others."""
+        """Wait for the buckets that have started, and discard the others."""
         self._await_all_but(0)
         self.forget_buckets()
 
     def forget_buckets(self) -> None:
-        """Drop the buckets of this global batch.
+        """Free the references to the buckets of this global batch.
 
-        Before this call gradients may be views of the memory of their bucket, and the bucket keeps
-        a reference. The memory belongs to the stream of the buckets. Once it is free, the allocator
-        may give it to the next bucket on that stream without waiting for other streams. This is
-        safe: the gradients keep the memory alive until ``zero_grad``; the optimizer reads them on
-        the current stream, which has waited for the stream of the buckets; and `_on_stream` makes
-        the next bucket wait for the current stream, so for the optimizer.
+        Gradients may be views of the memory of their bucket, which was allocated on the stream of
+        the buckets. Once this memory is free, the allocator may give it to a later bucket on that
+        stream without waiting for other streams. This is safe for three reasons. The gradients keep
+        the memory alive until ``zero_grad``. The optimizer reads the gradients on the current
+        stream, after that stream has waited for the stream of the buckets. `_on_stream` makes each
+        later bucket wait for the current stream, and therefore for the optimizer.
         """
         self._buckets = []
         self._next = 0
@@ -486,13 +489,14 @@ class BucketQueue:
 
     def _start(self, bucket: Bucket, fill: Callable[[], None]) -> None:
         reduction = self.reduction_for(bucket.comm_format)
-        # Some reductions hold memory, and hooks must not overlap.
+        # The number in flight is limited if reductions need buffers, and for user hooks, which must
+        # not overlap.
         if reduction.most_in_flight is not None:
             self._await_all_but(reduction.most_in_flight - 1)
-        # All kernels of the bucket are issued on its stream: the copies of `fill`, and the casts of
-        # the reduction. `set_aside_means` comes first, because `fill` copies the gradients that it
-        # leaves. The start of the collective is the last step, so the collective's stream, which
-        # waits for the stream of the buckets, runs after all of them.
+        # All kernels of the bucket run on the stream of the buckets: the copies of `fill`, and the
+        # casts of the reduction. `set_aside_means` comes first, because `fill` copies only the
+        # gradients that remain. The collective starts last: its stream waits for the stream of the
+        # buckets, so the collective runs after these kernels.
         with self._on_stream():
             for each in bucket.groups:
                 each.set_aside_means()
@@ -503,9 +507,10 @@ class BucketQueue:
         self._continue_all_but(_BETWEEN)
 
     def _continue_all_but(self, left: int) -> None:
-        """Run all but the last step of the oldest reductions. These steps send the messages.
+        """Run the steps that send messages (all but the last) for the oldest reductions.
 
-        The order is the order of the starts, so it is the same on every replica.
+        The newest ``left`` reductions are left out. The order is that of `_start`, so it is the
+        same on every replica.
         """
         oldest = max(len(self._in_flight) - left, 0)
         for _, waits in self._in_flight[:oldest]:
@@ -527,38 +532,38 @@ class BucketQueue:
             with self._on_stream(), torch.profiler.record_function(name):
                 for wait in waits:
                     wait()
-                # Means of earlier backward passes were set aside, and are added unrounded here.
+                # Add the means of earlier backward passes, which were set aside.
                 for each in bucket.groups:
                     each.add_means()
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run the body on the stream of the reductions, after all kernels that write gradients."""
-        # Gradients are written on two streams: FSDP accumulates on `accumulating`, and with one
-        # rank on the shard axis on the current stream. All kernels of a final group are issued on
-        # the host before this point, so the waits below cover them. Both waits are needed for
-        # every bucket, because a bucket may join groups of both kinds. The optimizer of the
-        # previous step also runs on the current stream, and reads the memory of earlier buckets.
+        """Run the body on the stream of the buckets, after all kernels that write gradients."""
+        # FSDP writes gradients on the stream `accumulating`, or on the current stream for groups on
+        # a single shard rank. The host has issued all kernels of a FINAL group before this point,
+        # so the two waits below cover them. Each bucket needs both waits, because it may contain
+        # groups of both kinds. The optimizer of the previous step, which reads the memory of
+        # earlier buckets, also runs on the current stream.
         self.stream.wait_stream(current_stream(self.device_type))
         self.stream.wait_stream(self.accumulating)
         with on_stream(self.device_type, self.stream):
             yield
 
 
-# Maximum size of the first bucket, which then starts early, as in DistributedDataParallel, and of
-# the last bucket, since the optimizer waits for its reduction.
+# Maximum size of the first and of the last bucket. A small first bucket starts early, as in
+# DistributedDataParallel. A small last bucket ends early, and the optimizer waits for its end.
 _OUTER_BYTES = 2**20
 
 
 def fill_buckets(sizes: Sequence[int], kinds: Sequence[object], most_bytes: int) -> list[list[int]]:
-    """Group neighbours of one kind until a bucket is full. Return the group indexes per bucket.
+    """Put consecutive groups of the same kind into buckets. Return the group indexes per bucket.
 
-    A group that is larger than ``most_bytes`` has a separate bucket. The first and last bucket have
-    at most 1 MiB, or one group.
+    A group that is larger than ``most_bytes`` has a separate bucket. The first and the last bucket
+    have at most 1 MiB or contain one group.
 
     Args:
         sizes: bytes of the gradients of each group.
-        kinds: groups of different kinds are never in one bucket.
+        kinds: kind of each group: its communication format and gradient dtype.
         most_bytes: maximum size of a bucket of several groups.
     """
     buckets: list[list[int]] = []

@@ -1,27 +1,27 @@
 """The engine that reduces sharded gradients over the replicate axis: `ReplicaReducer`.
 
-[Note: owning the replicate axis] `fully_shard` reduces over the shard axis only. The engine then
-averages each group's sharded gradients over the replicas, parameter by parameter, once per global
-batch. Parameters that a replica did not use count as zero, also if the last micro-batch of a
-replica skips a complete group. This is correct for any routing of data through the model. FSDP2's
-second mesh axis (HSDP) is not correct for such routing, because its partial sums do not record
-their parameters.
+[Note: owning the replicate axis] `fully_shard` reduces only over the shard axis. Once per global
+batch the engine averages the sharded gradients of each group over the replicas. A parameter that a
+replica did not use counts as a zero gradient, also if the last micro-batch of the replica skips the
+whole group. Therefore the means are correct if replicas route data differently through the model.
+FSDP2's second mesh axis (HSDP) is not correct in this case: its partial sums over micro-batches do
+not record which parameters they belong to.
 
-The reductions start during the last backward pass (`buckets.py`), and the engine waits for all of
-them at its end, so that ``loss.backward()`` returns with the mean over all data ranks in every
-``.grad``. Averaging is idempotent: after a second backward pass the sum is averaged again, and
-equals the sum of both means. At last ranks agree on the parameters that have a gradient; see
-[Note: unused parameters].
+The reductions start during the last backward pass (`buckets.py`). At the end of the pass the engine
+waits for all reductions, so that after ``loss.backward()`` every ``.grad`` is the mean over all
+data ranks. A mean may be averaged a second time, because it is equal on all replicas: after a
+second backward pass, the average of the sum is the sum of both means. Finally the ranks agree on
+the parameters that have a gradient; see [Note: unused parameters].
 
 [Note: order of streams] Autograd computes unsharded gradients on the current stream. FSDP's
 reduce-scatter stream waits for the current stream, and the engine's accumulation stream
 (`FSDPGroup.accumulate_on`) waits for the reduce-scatter stream. On the accumulation stream FSDP
 casts the result, creates its views and adds them to ``.grad``. When ``post_backward`` of a group
-has returned on the host, all kernels that write its sharded gradients are issued: on the
-accumulation stream, or, with one rank on the shard axis, on the current stream. The stream of the
-buckets waits for these two streams before each bucket, so a bucket runs after its gradients, from
-any groups. In `finish` the current stream, and with it the optimizer, waits for the stream of the
-buckets and for the accumulation stream.
+has returned on the host, all kernels that write the group's sharded gradients have been issued: on
+the accumulation stream, or on the current stream if the shard axis has one rank. Before each
+bucket, the stream of the buckets waits for both streams. Therefore a bucket runs after the kernels
+that write its gradients. In `finish` the current stream, on which the optimizer runs, waits for the
+stream of the buckets and for the accumulation stream.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ from parallel2d.parallel.weights.named_tensors import register_meeting
 class BatchState(enum.Enum):
     """Progress of the gradients of a global batch."""
 
-    # Gradients were added that are not reduced over the replicas.
+    # Some gradients are not reduced over the replicas yet.
     PENDING = enum.auto()
-    # Gradients are means over all data ranks, but unused parameters may have gradients of zeros.
+    # Gradients are means over all data ranks, but unused parameters may have zero gradients.
     REDUCED = enum.auto()
-    # Ranks have agreed on the used parameters: the optimizer may read gradients. Also the initial
-    # state.
+    # Ranks have agreed on the used parameters, so the optimizer may read gradients. This is also
+    # the initial state.
     AGREED = enum.auto()
 
 
 class ReplicaReducer:
     """The engine of one model, built by `parallel2d.parallelize`. Collective over the world.
 
-    The FSDP groups (`FSDPGroup`) call the engine in the order of a backward pass. The engine owns a
-    `GroupGradients` per group, the `BucketQueue` that reduces them, and the
-    `UsedParameters`. None of these three calls the engine.
+    During a backward pass the FSDP groups (`FSDPGroup`) call the engine by hooks. The engine owns
+    one `GroupGradients` per group, the `BucketQueue` that reduces them, and the `UsedParameters`.
+    These three do not call the engine.
 
     Args:
-        mesh: the mesh of parameters.
-        groups: in the order of their ends in backward.
+        mesh: the mesh of the parameters, from `sharding_mesh`.
+        groups: the FSDP groups, in the order in which backward completes them.
         method: synchronization method of the replicate axis.
-        scalars: parameters that are replicated on every rank.
-        order: None if no collective runs over the shard axis.
+        scalars: the parameters without dims or elements; see `parallelize.scalars`.
+        order: checks the order of collectives over the shard axis; None: no check.
         seed: seed of stochastic rounding.
         hidden: FQNs of the hidden matrices.
     """
@@ -102,9 +102,9 @@ class ReplicaReducer:
         self._order = order
         self._has_replicas = mesh_shape(mesh).replicate > 1
         self._state = BatchState.AGREED
-        # `finish` counts the steps; a resumed trainer sets the number of the next step.
+        # Keys of stochastic rounding. `finish` increments their step; a resumed trainer sets it.
         self.keys = RoundingKeys(seed)
-        # Object that acts after the optimizer's updates
+        # Called before and after the updates of optimizers, for methods such as DiLoCo
         self.updates = UpdateFollower()
         self.gradients = [
             GroupGradients(group, method.format_for(group.communication_dtype)) for group in groups
@@ -126,16 +126,16 @@ class ReplicaReducer:
                     method.bucket_bytes,
                     reduction_for,
                 )
-        # The ranks that share the work of an update. Equal replicas repeat the work, because an
-        # exchange of results would cross the slow network.
+        # The ranks that divide the work of an update, such as Muon's. Replicas repeat the work
+        # unless the method splits updates, because an exchange would cross the slow network.
         self.update_mesh = mesh if method.splits_updates else without_replicas(mesh)
         averaged = mesh if method.replicas_equal else without_replicas(mesh)
         parameters = sum(len(group.parameters) for group in groups)
         self.used_parameters = UsedParameters(averaged, parameters, order)
         self._reduces_status = True
-        # Message of a fault of this rank after this global batch; empty without one.
+        # Message of a fault that this rank has found in this global batch; empty: no fault
         self.fault = ""
-        # The fault of the ending global batch, which the status all-reduce sends to the other ranks
+        # The fault that the status all-reduce of this global batch sends to the other ranks
         self._sent_fault = ""
         for each in self.gradients:
             each.group.accumulate_on(self._accumulating)
@@ -147,20 +147,23 @@ class ReplicaReducer:
 
     @property
     def pending(self) -> bool:
-        """True if gradients were added that are not reduced over the replicas."""
+        """True if some gradients are not reduced over the replicas yet."""
         return self._state is BatchState.PENDING
 
     def count_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count an update before each step of an ``optimizer``. The next status all-reduce compares
-        the counts of all ranks, and so finds a rank that omitted an update or a backward pass."""
+        """Count a step of ``optimizer``, before the step.
+
+        The next status all-reduce compares the counts of all ranks, to find a rank that has omitted
+        an update or a backward pass.
+        """
         first = set()
         for group in optimizer.param_groups:
             if group["params"]:
                 first.add(id(group["params"][0]))
-        # Backward ends the groups in reverse order.
+        # Search from the end: the first parameters of the model are in the last groups.
         parameters = chain.from_iterable(group.parameters for group in reversed(self.groups))
         is_ours = any(id(updated_as(each.sharded)) in first for each in parameters)
-        # In an elastic job replicas may join late or repeat a step.
+        # With fault tolerance the counts may differ: a replica may join late or repeat a step.
         if is_ours and current() is None:
             self.used_parameters.updates += 1
 
@@ -177,12 +180,12 @@ class ReplicaReducer:
     # A backward pass
 
     def _before_reduction(self, gradients: GroupGradients) -> None:
-        """Run when autograd has the group's gradients, before FSDP's reduce-scatter."""
+        """Called when autograd has computed the group's gradients, before the reduce-scatter."""
         gradients.begin_reduction(self._crosses(gradients.group))
         self._state = BatchState.PENDING
 
     def _after_reduction(self, gradients: GroupGradients) -> None:
-        """Run when all kernels that accumulate the group's sharded gradients are issued."""
+        """Called when all kernels that write the group's sharded gradients have been issued."""
         crosses = self._crosses(gradients.group)
         gradients.end_reduction(crosses)
         if crosses and self.buckets is not None:
@@ -193,9 +196,9 @@ class ReplicaReducer:
         return self.buckets is not None and group.crosses_replicas
 
     def end_backward(self) -> None:
-        """Run at the end of every backward pass."""
-        # Needed if the next forward starts in a method other than ``forward``; see
-        # `GatheredParameters.begin`.
+        """Called at the end of every backward pass."""
+        # `UnshardedParameters.begin` clears the cache before a forward, but it does not run if the
+        # next forward starts in a method other than ``forward``.
         torch.clear_autocast_cache()
         for each in self.gradients:
             each.end_backward()
@@ -205,7 +208,7 @@ class ReplicaReducer:
     # The end of a global batch
 
     def finish(self) -> None:
-        """Reduce the remaining gradients, wait for all, and agree on used parameters.
+        """Reduce the remaining gradients, wait for all reductions, and agree on used parameters.
 
         Collective over the data ranks. Raises `ConfigError` on every rank if ranks of a shard group
         did not run the same groups, or if a gradient hook could not be called.
@@ -213,19 +216,20 @@ class ReplicaReducer:
         self.updates.check_attached()
         self._sent_fault = self.fault or self._hook_never_called()
         self.fault = ""
-        # Ranks that differ must stop here. The collectives below would otherwise be paired with
-        # other collectives of the shard group, or wait forever. `abandon` then takes part in the
-        # reductions over replicas with zeros, because the other replicas may have started them.
+        # If ranks of the shard group did not run the same groups, they must stop here: the
+        # collectives below would be paired with other collectives, or would wait forever. `abandon`
+        # then contributes zeros to the reductions over replicas, because other replicas may have
+        # started them.
         if self._order is not None:
             try:
                 self._order.end_backward()
             except ConfigError as error:
                 raise self.abandon(error) from None
-        # From here on all ranks run the same collectives in the same order: the reduce-scatters of
-        # sums that earlier passes left, then the remaining buckets. `BucketQueue.finish` waits on
-        # the stream of the buckets only. `_join_streams` then orders the current stream after both
-        # streams, so `complete` may cast gradients and the optimizer may read them. The buckets are
-        # dropped after `complete`, because gradients may be views of their memory.
+        # From here on all ranks run the same collectives in the same order: first reduce-scatters
+        # of gradients from earlier passes, then the remaining buckets. `BucketQueue.finish` orders
+        # only the stream of the buckets. `_join_streams` then makes the current stream wait, so
+        # that `complete` may cast gradients and the optimizer may read them. The buckets are freed
+        # after `complete`, because gradients may be views of their memory.
         for each in self.gradients:
             each.reduce_rest()
         for each in self.gradients:
@@ -243,10 +247,13 @@ class ReplicaReducer:
             self._reduce_status()
 
     def finish_without_backward(self) -> None:
-        """Finish a global batch of which this replica computes nothing. This replica contributes
-        zeros, or the mean of an earlier call, and receives the mean like the other replicas."""
-        # If an error follows before the all-reduce of the step status, gradients must be dropped,
-        # because they may not be reduced yet.
+        """Finish a global batch in which this replica computes no micro-batch.
+
+        This replica contributes zeros, or the mean of an earlier call, and receives the mean like
+        the other replicas.
+        """
+        # With this state an error before the status all-reduce makes `reset` clear the gradients,
+        # which may not be reduced yet.
         self._state = BatchState.REDUCED
         for each in self.gradients:
             each.note_used()
@@ -264,7 +271,10 @@ class ReplicaReducer:
             current.wait_stream(self.buckets.stream)
 
     def _hook_never_called(self) -> str:
-        """Return the message for a hook of `register_hook`, which would never run; or ""."""
+        """Return an error message if a parameter has a hook of `register_hook`; else "".
+
+        Autograd would never call such a hook.
+        """
         for group in self.groups:
             for parameter in group.trained:
                 if parameter.sharded._backward_hooks:
@@ -280,37 +290,39 @@ class ReplicaReducer:
 
     @property
     def may_defer_status(self) -> bool:
-        """True if the status all-reduce can run later: it sums no scalars, and covers all
-        replicas."""
+        """True if the caller may run the status all-reduce, as part of another all-reduce.
+
+        This needs a model without scalars, and a method with equal replicas.
+        """
         return not self._scalars and self.method.replicas_equal
 
     def defer_status(self) -> None:
         """Leave the status all-reduce to the caller.
 
-        After each backward pass that ends a global batch the caller sums `status_vector` over all
-        ranks, and passes the sum to `apply_status`. A caller with tensors without storage, and so
-        without values to agree on, may omit both.
+        After each global batch the caller sums `status_vector` over all ranks and passes the sum to
+        `apply_status`. A caller that uses fake tensors may omit both.
         """
         self._reduces_status = False
 
     def status_vector(self) -> Tensor:
-        """Return this rank's addend of the sum; see `UsedParameters.vector`."""
+        """Return this rank's vector for the status all-reduce; see `UsedParameters.vector`."""
         used: list[bool] = []
         for each in self.gradients:
             used += each.used
         return self.used_parameters.vector(used, self._sent_fault)
 
     def apply_status(self, summed: Tensor) -> None:
-        """Remove gradients of parameters that no rank used, and call the hooks of the others.
+        """Remove gradients of parameters that no rank used, and call the hooks of all others.
 
         Hooks of `register_post_accumulate_grad_hook` may clip a gradient or update its parameter,
-        so they must see the gradient of the optimizer. FSDP would call them when the reduce-scatter
-        of a group ends: before the reduction over replicas, in the accumulation dtype, and for
-        parameters that no rank used. `_before_reduction` therefore removes them, and they are
-        called here, after all reductions and the status all-reduce, once per parameter with a
-        gradient, in the order of the groups on every rank.
+        so they must get the final gradient. FSDP would call them after the reduce-scatter of a
+        group: before the reduction over replicas, in the accumulation dtype, and also for
+        parameters that no rank used. Therefore `_before_reduction` removes the hooks from the
+        parameters. This method calls them after all reductions, once for each parameter with a
+        gradient, in the same order on every rank.
 
-        Raises `ConfigError` as `UsedParameters.used_in` does.
+        ``summed`` is the sum of `status_vector` over all ranks. Raises `ConfigError` like
+        `UsedParameters.used_in`.
         """
         try:
             found = iter(self.used_parameters.used_in(summed, self._sent_fault))
@@ -329,9 +341,9 @@ class ReplicaReducer:
         self.used_parameters.set_means(totals, self._scalars)
 
     def abandon(self, error: ConfigError) -> BaseException:
-        """Take part with zeros in the remaining reductions of this global batch.
+        """Contribute zeros to the remaining reductions of this global batch.
 
-        No other rank then waits forever. Returns the error that all ranks raise.
+        Otherwise other ranks would wait forever. Returns the error that all ranks raise.
         """
         # The trainer's status all-reduce reports the error to the other ranks.
         order = self._order
@@ -351,8 +363,11 @@ class ReplicaReducer:
         return error
 
     def meet(self, point: str) -> None:
-        """Wait until all ranks have come to ``point``, outside of a step. Collective over the data
-        ranks. Raises `ConfigError` on every rank if a rank is at another point."""
+        """Wait until all ranks have reached ``point`` of the script, outside of a step.
+
+        Collective over the data ranks. Raises `ConfigError` on every rank if a rank is at another
+        point.
+        """
         if self._order is None:
             return
         try:
@@ -371,13 +386,12 @@ class ReplicaReducer:
         self.reset()
 
     def reset(self) -> None:
-        """Drop the sums of an interrupted global batch that are not reduced over all data ranks."""
-        # Started reductions write into gradients until they end, also after a later `zero_grad`, so
-        # they are awaited first. The current stream then waits for their streams.
+        """Discard gradients of an interrupted global batch that are not reduced completely."""
+        # Wait for started reductions first, because they write into gradients until they end.
         if self.buckets is not None:
             self.buckets.cancel()
         self._join_streams()
-        # Before the all-reduce of the step status, some gradients may be not reduced yet.
+        # Before the status all-reduce some gradients may not be reduced yet.
         if self._state is not BatchState.AGREED:
             self._clear(set_to_none=True)
         self._state = BatchState.AGREED
@@ -399,15 +413,15 @@ GROUP_NAME = "gradients over replicas"
 def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a process group over the replicas for one engine. Collective over the world.
 
-    An engine runs its collectives asynchronously during a backward pass. In the mesh's own group,
-    other collectives could come between them, in a different order on each rank. If the mesh is not
-    the whole world, this is the mesh's group: a new group would need a call on all ranks of the
-    world.
+    An engine runs its collectives asynchronously during a backward pass. In the process group of
+    the mesh, other collectives could come between them, in a different order on each rank.
+    Therefore the engine gets a new group. If the mesh does not contain all ranks of the world, this
+    function returns the group of the mesh, because `new_group` must be called on all ranks.
     """
     if mesh.size() != dist.get_world_size():
         return mesh.get_group("replicate")
     axis = axis_names(mesh).index("replicate")
-    # One row per group: the ranks that differ only in the replicate axis.
+    # Each row is a group: the ranks that differ only in their position on the replicate axis.
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh_shape(mesh).replicate)
     own, _ = dist.new_subgroups_by_enumeration(
         rows.tolist(), group_desc=GROUP_NAME, pg_options=axis_options()
@@ -417,8 +431,8 @@ def own_replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return own
 
 
-# An attribute of the model instead of a table: the engine refers to the model's parameters, so the
-# garbage collector frees both together.
+# The engine is an attribute of the model. A global table would keep the model alive, because the
+# engine refers to the model's parameters.
 _ENGINE = "_parallel2d_engine"
 
 
@@ -439,16 +453,17 @@ def note_update_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def is_ours(parameters: Iterable[Tensor]) -> bool:
-    """Return True if one of ``parameters`` is from a parallelized model, also an unsharded one."""
+    """Return True if one of ``parameters`` is a sharded or unsharded parameter of a parallelized
+    model."""
     marks = (_UPDATE_MESH, GATHERED_AS)
     return any(hasattr(parameter, mark) for parameter in parameters for mark in marks)
 
 
 def update_mesh_of(parameters: Iterable[Tensor]) -> DeviceMesh | None:
-    """Return the ranks that make the same updates of ``parameters``.
+    """Return the mesh of the ranks that divide the work of an update of ``parameters``.
 
-    None for parameters outside of parallelized models. Raises `ConfigError` for parameters of
-    several meshes, or of another library.
+    None for parameters outside of parallelized models. Raises `ConfigError` for parameters on
+    several meshes, and for `DTensor`s of another library.
     """
     meshes: list[DeviceMesh | None] = []
     for parameter in parameters:
@@ -472,7 +487,7 @@ def engines_in(model: nn.Module) -> list[ReplicaReducer]:
 
 
 def engine_in(module: nn.Module) -> ReplicaReducer | None:
-    """Return the engine of ``module``; None unless `parallel2d.parallelize` has built one."""
+    """Return the engine of ``module``; None if ``module`` was not passed to `parallelize`."""
     return vars(module).get(_ENGINE)
 
 

@@ -1,13 +1,14 @@
-"""All-reduce of the used parameters and faults at the end of a step: `UsedParameters`.
+"""The status all-reduce at the end of a step: used parameters and faults (`UsedParameters`).
 
-[Note: unused parameters] Zeros replace missing gradients, also inside the shard axis, so that all
-ranks run the same reductions. An optimizer would treat zeros as gradients, and would apply weight
-decay and momentum. Ranks therefore agree on the parameters that any rank has used, and the other
-parameters get no gradient, as in a single process. In a custom training loop this is one small
-all-reduce at the end of the last backward pass; the trainer makes it part of its own all-reduce.
+[Note: unused parameters] A rank replaces missing gradients by zeros, so that all ranks run the same
+reductions. For a parameter that no rank has used, an optimizer would treat these zeros as a
+gradient, and would apply weight decay and momentum. Therefore ranks agree on the parameters that
+any rank has used, and all other parameters get no gradient, as in a single process. In a custom
+training loop this is one small all-reduce at the end of the last backward pass. The trainer adds
+the same vector to an all-reduce that it runs anyway.
 
-The same sum shows if a rank cannot continue, if the ranks of a shard group have issued different
-collectives, and which buffers differ.
+The sum also shows if a rank has a fault, if the ranks of a shard group have issued different
+collectives, if ranks have made different numbers of updates, and which buffers differ.
 """
 
 from __future__ import annotations
@@ -67,20 +68,20 @@ class IssueOrder(Protocol):
 
 
 def _row_of(value: int) -> Tensor:
-    """Return one, the lowest bits of a hash and their square; see `_digests`."""
-    value %= 2**20  # fp64 adds the squares of up to 8,192 such hashes exactly
+    """Return [1, h, h * h] for the lowest 20 bits h of ``value``; see `_digests`."""
+    value %= 2**20  # fp64 adds the squares of up to 8,192 numbers of 20 bits exactly
     return torch.tensor([1, value, value**2], dtype=torch.float64)
 
 
 class UsedParameters:
-    """Builds this rank's addend of the sum over ranks, and reads the sum.
+    """Builds this rank's vector for the status all-reduce, and interprets the sum.
 
-    The class does not access gradients.
+    The class does not access gradients of sharded parameters.
 
     Args:
-        mesh: the ranks that make the same updates.
-        parameters: number of parameters that a rank may use.
-        order: None if no collective runs over the shard axis.
+        mesh: the ranks that make equal updates.
+        parameters: number of parameters in all FSDP groups.
+        order: the order of collectives of the shard group; None: not checked.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: int, order: IssueOrder | None) -> None:
@@ -89,7 +90,7 @@ class UsedParameters:
         self._order = order
         self._replica = axis_positions(mesh).get("replicate", 0)
         self._parameters = parameters
-        # By FQN: the module that holds the buffer, and its attribute
+        # FQN of a buffer -> (module, name of the attribute)
         self.buffers: Mapping[str, tuple[nn.Module, str]] = {}
         self._were_named = False
         self.reductions = 0
@@ -97,8 +98,11 @@ class UsedParameters:
         self._compared_updates = 0
 
     def vector(self, used: Sequence[bool], fault: str) -> Tensor:
-        """Return fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU. The entries are 1
-        for a fault of this rank, 1 for each parameter that this rank used, and `_digests`."""
+        """Return this rank's vector: fp64 [1 + parameters + 3 * (replicas + 1 + buffers)], on CPU.
+
+        The entries are: 1 if this rank has a fault, 1 for each parameter that this rank has used,
+        and `_digests`.
+        """
         own = torch.tensor([bool(fault), *used], dtype=torch.float64)
         return torch.cat([own, self._digests()])
 
@@ -107,18 +111,19 @@ class UsedParameters:
 
         Args:
             summed: the sum of `vector` over all ranks.
-            fault: message of this rank's fault; empty without one.
+            fault: message of this rank's fault; empty: no fault.
 
         Raises:
-            ConfigError: a rank cannot continue, or ranks of a shard group differ. The message is
-                equal on all ranks. Then the call is collective over the data ranks.
+            ConfigError: a rank has a fault, or ranks differ in their collectives or updates. The
+                message is equal on all ranks. In this case the call is collective over the data
+                ranks.
         """
         message = self._failure_in(summed, fault)
         if message is not None:
-            # The message of the first rank with a message wins on all ranks. Two hops reach all
-            # data ranks: over the shard axis every replica selects its message, and over the
-            # replicate axis all replicas select the same one. All ranks know from the sum that they
-            # must run these collectives, also ranks without a message.
+            # All ranks raise the message of the first rank that has a message. Two all-gathers
+            # reach all data ranks: over the shard axis each replica selects a message, and over the
+            # replicate axis all replicas select the same message. All ranks run these collectives,
+            # because all ranks have the same sum.
             for axis in ("shard", "replicate"):
                 if axis in axis_names(self._mesh):
                     messages = all_gather(message, self._mesh.get_group(axis))
@@ -126,7 +131,7 @@ class UsedParameters:
             if self._order is not None:
                 self._order.acknowledge()
             raise ConfigError(message)
-        # No row for any of the buffers in a step that does not compare them
+        # In a step that does not compare buffers, the sum has no rows for them.
         names = list(compress(self.buffers, self._differing(summed)[self._shape.replicate + 1 :]))
         if names and not self._were_named:
             self._were_named = True
@@ -141,8 +146,11 @@ class UsedParameters:
         return used
 
     def agree_outside_of_step(self, fault: str) -> None:
-        """Tell all ranks of a ``fault`` of this rank, in a sum whose size does not depend on the
-        model. Collective over the data ranks. Raises `ConfigError` as `used_in` does."""
+        """Send a ``fault`` of this rank to all ranks, outside of a step.
+
+        The size of this all-reduce does not depend on the model. Collective over the data ranks.
+        Raises `ConfigError` like `used_in`.
+        """
         rows = torch.zeros(self._shape.replicate + 1, 3, dtype=torch.float64)
         if self._order is not None:
             rows[self._replica] = _row_of(self._order.digest())
@@ -153,10 +161,10 @@ class UsedParameters:
         self.used_in(torch.cat([summed[:1], unused, summed[1:]]), fault)
 
     def sum_with(self, vector: Tensor, scalars: Sequence[ScalarGradient]) -> tuple[Tensor, Tensor]:
-        """Return the sums over the data ranks of ``vector`` and of the scalars' gradients.
+        """Return the sums of ``vector`` and of the gradients of ``scalars`` over the data ranks.
 
-        The second sum is [scalars, 2]: gradients, and numbers of ranks with a gradient. Collective
-        over the data ranks.
+        The second sum is [scalars, 2]: the sum of gradients, and the number of ranks with a
+        gradient. Collective over the data ranks.
         """
         own = torch.zeros(len(scalars), 2, dtype=torch.float64)
         for row, scalar in zip(own, scalars, strict=True):
@@ -178,11 +186,12 @@ class UsedParameters:
             scalar.rest()
 
     def _digests(self) -> Tensor:
-        """Return fp64 [3 * (replicas + 1 + buffers)]: rows of one, a hash and its square.
+        """Return fp64 [3 * (replicas + 1 + buffers)]: rows of [1, h, h * h] for a hash h.
 
-        The rows are the collectives of each replica (only this replica's row is set), the number of
-        updates, and each buffer that is compared in this step. After the all-reduce, the three sums
-        show if all hashes of a row are equal: only then the variance is zero.
+        There is one row for the collectives of each replica (a rank sets only the row of its
+        replica), one row for the number of updates, and one row for each buffer that this step
+        compares. The sums over ranks show if all hashes of a row are equal: their variance is then
+        zero.
         """
         hashes = dict(enumerate(self._hashes_of_buffers(), self._shape.replicate + 1))
         digests = torch.zeros(self._shape.replicate + 1 + len(hashes), 3, dtype=torch.float64)
@@ -197,7 +206,8 @@ class UsedParameters:
         return digests.flatten()
 
     def _hashes_of_buffers(self) -> list[int]:
-        """Return hashes after the global batches 1, 2, 4, 8 and so on; empty after others."""
+        """Return the hashes of all buffers after the global batches 1, 2, 4, 8 and so on; after
+        other global batches an empty list."""
         self.reductions += 1
         if self.reductions & (self.reductions - 1):
             return []
@@ -207,7 +217,7 @@ class UsedParameters:
             if type(each) is Tensor and each.layout == torch.strided:
                 hashes += hashes_of([each])
             else:
-                hashes.append(0)  # a tensor without plain storage
+                hashes.append(0)  # None, a tensor subclass or a sparse tensor: not compared
         return hashes
 
     def _differing(self, summed: Tensor) -> Tensor:
@@ -216,7 +226,8 @@ class UsedParameters:
         return squares * ranks != total**2
 
     def _failure_in(self, summed: Tensor, fault: str) -> str | None:
-        """Return this rank's message of why ranks cannot continue, or ""; None if all can."""
+        """Return None if all ranks can continue; else this rank's error message, which may
+        be ""."""
         if summed[0] > 0:
             return fault
         different = self._differing(summed)[: self._shape.replicate + 1]
@@ -224,15 +235,15 @@ class UsedParameters:
             return None
         if different[-1]:
             return self._out_of_step()
-        # Ranks of a replica without differences have no message.
+        # The difference may be in another replica, whose ranks then have the message.
         if self._order is not None and different[self._replica]:
             return self._order.differing_on_other_hosts()
         return ""
 
     def _out_of_step(self) -> str:
-        """Return the message for ranks with different numbers of updates, equal on all ranks.
+        """Return the error message for ranks with different numbers of updates.
 
-        Collective over the data ranks.
+        The message is equal on all ranks. Collective over the data ranks.
         """
         counts = [(dist.get_rank(), self._compared_updates)]
         for axis in ("shard", "replicate"):

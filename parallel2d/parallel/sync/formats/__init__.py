@@ -1,8 +1,8 @@
-"""Communication formats of replicas: the table `FORMATS`, one row per format.
+"""The formats in which replicas communicate: `FORMATS`.
 
-A new format needs a value of ``sync.wire`` with the methods that support it
-(`base/config/parallel.py`), a row here, and code next to `quantize.py` if it is neither a dtype nor
-blocks.
+To add a format, add its name and the methods that support it to ``sync.wire`` in
+`base/config/parallel.py`, and an entry to `FORMATS`. A format that is neither a cast to a dtype nor
+block quantization also needs a quantizer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from parallel2d.parallel.sync.formats.quantize import (
 )
 from parallel2d.parallel.weights.geometry import pieces_of
 
-# Weight of the rounding error of one message in the next message (error feedback; SparseLoCo)
+# Error feedback: factor of the rounding error of a message in the next message (from SparseLoCo)
 ERROR_FEEDBACK_DECAY = 0.95
 
 
 @dataclass(frozen=True)
 class CastQuantizer:
-    """Quantizer that casts values to ``dtype``; a block is one value."""
+    """Quantizer that casts values to ``dtype``. Each value is a separate block."""
 
     dtype: torch.dtype
 
@@ -41,7 +41,7 @@ class CastQuantizer:
         return (torch.cat(flat) if len(flat) > 1 else flat[0])[:, None]
 
     def quantize(self, rows: Tensor, first: int, stage: int) -> Tensor:
-        """Return the blocks in the quantizer's dtype."""
+        """Return ``rows`` in the dtype of the quantizer. ``first`` and ``stage`` have no effect."""
         return rows.to(self.dtype)
 
     def dequantize(self, sent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,14 +59,15 @@ class CastQuantizer:
         return mean_of([self.dequantize(each, dtype) for each in sent])
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-        """Yield views of the values, by tensor."""
+        """Yield one view of ``rows`` per tensor, with the shapes ``shapes``."""
         return pieces_of(rows[:, 0], shapes)
 
 
-# A quantizer turns values into blocks and blocks into messages. Each block is dequantized
-# independently, so blocks can be distributed over replicas. Arguments of `quantize`: ``first`` is
-# the number of the first block, ``stage`` distinguishes several roundings of one value, and blocks
-# after the last are padding.
+# A quantizer turns the values of tensors into blocks (`rows`), and blocks into messages
+# (`quantize`). A block can be dequantized without the other blocks, so blocks can be distributed
+# over replicas. In `quantize`, ``first`` is the number of the first block of ``rows``, and
+# ``stage`` makes the random numbers differ if the same value is rounded several times. Blocks after
+# the last block of the tensors are padding.
 Quantizer = CastQuantizer | BlockQuantizer
 
 
@@ -82,26 +83,28 @@ class CommunicationFormat:
 
     name: str
     bits: int  # per value, without the scales of blocks
-    dtype: torch.dtype | None = None  # communication dtype; None: blocks of codes, as bytes
-    # Bound of a parity check relative to the mean norm of the contributions: another rounding of a
-    # sum may change a code by one. The first number is for ranks with the kernels of the reference
-    # run.
+    dtype: torch.dtype | None = None  # communication dtype; None: block quantization, as bytes
+    # Allowed difference in a parity check, relative to the mean norm of the contributions: if a sum
+    # is rounded differently, a code may change by one. The first number holds if all ranks run the
+    # same kernels as the reference run, the second number otherwise.
     bound: tuple[float, float] = (0.0, 0.0)
-    has_error_feedback: bool = False  # True with error feedback
+    has_error_feedback: bool = False  # True if rounding errors are added to the next message
     finer: str = ""  # format of gradients other than hidden matrices; empty: this format
 
     @property
     def rounds(self) -> bool:
-        """True for rounded values, which are exchanged and summed in fp32, not all-reduced."""
+        """True if values are rounded. They are then averaged by `QuantizedMean`, not
+        all-reduced."""
         return self.bits < 32
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element in communication; one for codes."""
+        """Bytes of an element of a message: of the dtype, or 1 for block quantization."""
         return max(1, self.bits // 8)
 
     def bytes_of(self, shapes: Iterable[torch.Size]) -> int:
-        """Return bytes of tensors of these shapes; each tensor starts a new block."""
+        """Return the bytes of a message with tensors of these shapes. Each tensor starts a
+        block."""
         if self.dtype is not None:
             return self.dtype.itemsize * sum(map(torch.Size.numel, shapes))
         row = BlockFormat(self.bits).row_bytes
@@ -114,13 +117,13 @@ class CommunicationFormat:
     def quantizer(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Quantizer:
         """Return the quantizer of ``tensors``.
 
-        ``pieces``: sources of the random numbers of each tensor; a cast needs none.
+        ``pieces`` are the sources of the random numbers of each tensor; a cast does not use them.
         """
         if self.dtype is not None:
             return CastQuantizer(self.dtype)
         numels = list(map(Tensor.numel, tensors))
-        # Error feedback sends the rounding error later, so rounding to the nearest is unbiased over
-        # steps, and its error is half the error of stochastic rounding.
+        # Error feedback adds the rounding error to the next message. Rounding to the nearest code
+        # is then unbiased over several steps, and its error is half that of stochastic rounding.
         noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)
         return BlockQuantizer(BlockFormat(self.bits), noise, pieces, numels)
 

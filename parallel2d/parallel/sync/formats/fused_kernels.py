@@ -1,6 +1,6 @@
 """Kernels of `fused_quantize.py`. One program processes one block; see [Note: block codes]."""
 
-# Triton assigns the types of arguments.
+# Triton kernels have no type annotations.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HALF = tl.constexpr(128)
 
 @triton.jit
 def _noise(column, block, places, first, known, stage, rounds_at_random: tl.constexpr):
-    """Return the numbers of `blocks.uniform`, or one half."""
+    """Return the random numbers of `quantize.uniform`, or 0.5 to round to the nearest code."""
     numbers = tl.full((HALF,), 0.5, tl.float32)
     if rounds_at_random:
         position = first + block
@@ -47,7 +47,7 @@ def quantize(
     values, places, sent, scales, first, known, stage,
     rounds_at_random: tl.constexpr, bits: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks of 256 values to scale and codes; ``scales`` is ``sent`` as fp32."""
+    """Quantize one block of 256 values to a scale and codes. ``scales`` is ``sent`` as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits
     largest: tl.constexpr = 2.0 ** (bits - 1) - 2
     block = tl.program_id(0)
@@ -56,7 +56,7 @@ def quantize(
     column = tl.arange(0, HALF)
     low = tl.load(values + row * 256 + column)
     high = tl.load(values + row * 256 + HALF + column)
-    # A comparison with NaN is false.
+    # NaN also counts as not finite, because a comparison with NaN is false.
     low_finite = tl.abs(low) <= 3.4028234663852886e38
     high_finite = tl.abs(high) <= 3.4028234663852886e38
     most = tl.maximum(
@@ -87,12 +87,12 @@ def _value(code, scale, largest):
 
 @triton.jit(do_not_specialize=("replicas", "replica_bytes"))
 def dequantize_mean(sent, scales, values, replicas, replica_bytes, bits: tl.constexpr):
-    """Average one block over all ``replicas``, added in order; ``scales`` is ``sent`` as fp32."""
+    """Average one block over all replicas, in their order. ``scales`` is ``sent`` as fp32."""
     row_bytes: tl.constexpr = 4 + 32 * bits
     largest: tl.constexpr = 2 ** (bits - 1) - 2
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HALF)
-    # -0.0 is the neutral element of addition, also for zeros of either sign.
+    # Start with -0.0: adding it changes no value. 0.0 would change a sum of -0.0.
     low_sum = tl.full((HALF,), -0.0, tl.float32)
     high_sum = tl.full((HALF,), -0.0, tl.float32)
     for replica in range(replicas):

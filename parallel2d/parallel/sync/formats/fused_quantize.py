@@ -1,10 +1,10 @@
 """Block quantization of `quantize.py` as one Triton kernel per operation on GPUs.
 
 [Note: fused block codes] Without fusion, quantization runs about 40 operators, and each reads and
-writes all values. `quantize` and `dequantize_mean` are torch operators: on CUDA (and ROCm) they run
-the kernels below, on other devices the operators of `BlockFormat`. The kernels compute the same
-bits: every operation is the same in fp32, divisions are IEEE divisions, and products are not fused
-with sums (``enable_fp_fusion``).
+writes all values. `quantize` and `dequantize_mean` are custom torch operators. On CUDA and ROCm
+they run the kernels of `fused_kernels.py`, on other devices the methods of `BlockFormat`. Both give
+the same bits: the kernels run the same fp32 operations, with IEEE divisions and without fused
+multiply-add (``enable_fp_fusion=False``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _SCALE_BYTES = 4
 
 
 def is_fused(values: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if one kernel quantizes ``values`` from ``dtype``, or dequantizes to it."""
-    # Fake tensors use the operators.
+    """Return True if a fused kernel supports ``values``, to quantize from ``dtype`` or dequantize
+    to ``dtype``."""
+    # A fake tensor is not of the type Tensor, and uses the operators.
     is_plain = type(values) is Tensor and values.device.type == "cuda"
     return is_plain and dtype == torch.float32 and has_triton()
 
@@ -45,9 +46,10 @@ def quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits
 
     Args:
         blocks: fp32 [blocks, 256].
-        places: int32 [2, all blocks], the position and key of each; None: round to the nearest.
-        first: number of the first block.
-        stage: distinguishes several roundings of one value.
+        places: int32 [2, all blocks]: position and key of each block, for random numbers; None:
+            round to the nearest code.
+        first: number of the first block of ``blocks`` among all blocks.
+        stage: makes the random numbers differ if the same value is rounded several times.
         bits: 8 or 4.
     """
     found: Tensor = torch.ops.parallel2d.quantize_blocks(blocks, places, first, stage, bits)
@@ -81,7 +83,7 @@ def quantize_by_kernel(
 
 
 def dequantize_by_kernel(sent: Tensor, bits: int) -> Tensor:
-    # A view of a longer message is read in place if it is aligned.
+    # The kernel reads a view of a longer message without a copy if the scales are aligned.
     is_aligned = sent.stride(0) % _SCALE_BYTES == sent.storage_offset() % _SCALE_BYTES == 0
     if not is_aligned or sent.stride()[1:] != (sent.shape[2], 1):
         sent = sent.contiguous()
@@ -106,7 +108,7 @@ def launch(
 
 
 def kernels() -> Any:
-    """Return the module of kernels; the import loads Triton."""
+    """Return the module of the kernels. It is imported here because the import loads Triton."""
     from parallel2d.parallel.sync.formats import fused_kernels
 
     return fused_kernels

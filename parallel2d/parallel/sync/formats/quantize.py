@@ -1,14 +1,15 @@
 """Quantization of gradients in blocks of 256 values: one scale per block, 8 or 4 bits per value.
 
-[Note: block codes] The scale of a block is its largest finite magnitude divided by the largest
-code. A value is rounded to one of the two codes around it, at random, so that the mean of the
-result is the value (stochastic rounding). The error of a value is below the scale of its block. The
-codes above the largest code represent infinities and NaN, so that a step with non-finite gradients
-is detected and skipped.
+[Note: block codes] A value is sent as an integer code, which is multiplied by the scale of its
+block. The scale is the largest finite magnitude of the block divided by the largest code. With
+stochastic rounding, a value is rounded at random to one of the two nearest codes, so that the
+expected result is the value. The rounding error is smaller than the scale of the block. Codes
+beyond the largest code represent infinities and NaN, so that a step with non-finite gradients is
+detected and skipped.
 
-A message holds one row of bytes per block: the scale in fp32, then the codes. The random numbers
-depend only on a key and a position. The numbers are equal on CPU and GPU and for every split of a
-tensor. A generator would have a state, and could not guarantee this.
+A message has one row of bytes per block: the scale in fp32, then the codes. The random numbers are
+a hash of a key and a position. Therefore they are equal on CPU and GPU and for every sharding of a
+tensor. The numbers of a `torch.Generator` depend on its state and would not be equal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SCALE_BYTES = 4  # of one fp32
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The format of a block."""
+    """The format of a quantized block."""
 
     bits: int  # per value, 8 or 4
 
@@ -48,12 +49,14 @@ class BlockFormat:
     def quantize(self, blocks: Tensor, noise: Tensor | float) -> Tensor:
         """Return uint8 [blocks, row_bytes] for ``blocks`` [blocks, 256] of any floating dtype.
 
-        ``noise``: fp32 of the same shape, in [0, 1), or 0.5 for the nearest code.
+        ``noise`` is fp32 of the same shape in [0, 1) for stochastic rounding, or 0.5 to round to
+        the nearest code.
         """
         magnitudes = blocks.abs()
         largest = magnitudes.amax(1, keepdim=True)
         finite = None
-        # The check is cheap on a CPU. On a GPU the host would wait, so masks are always used.
+        # On CPU, skip the masks if all values are finite. On GPU this check would block the host,
+        # so the masks are always used.
         if blocks.device.type != "cpu" or not largest.isfinite().all():
             finite = blocks.isfinite()
             largest = torch.where(finite, magnitudes, 0).amax(1, keepdim=True)
@@ -63,7 +66,7 @@ class BlockFormat:
         codes = blocks.div(divisor).add_(noise).floor_()
         codes.clamp_(-self.largest, self.largest)
         if finite is not None:
-            # Infinities were clamped above; NaN values were not.
+            # `clamp_` has replaced infinities by the largest code, so set their codes here.
             infinite = blocks.sign().mul_(self.largest + 1)
             not_finite = torch.where(blocks.isnan(), -self.largest - 2, infinite)
             codes = torch.where(finite, codes, not_finite)
@@ -94,11 +97,11 @@ class BlockFormat:
 
 @dataclass(frozen=True)
 class Piece:
-    """Source of the random numbers of one tensor."""
+    """Determines the random numbers for one tensor: the local shard of a parameter."""
 
-    key: int  # key of its parameter
-    # Position of its first value in the unsharded parameter, so that ranks of a shard group use
-    # different numbers.
+    key: int  # key of the parameter; see `RoundingKeys`
+    # Position of the tensor's first value in the unsharded parameter. Ranks of a shard group
+    # therefore use different random numbers.
     start: int
 
 
@@ -146,9 +149,10 @@ class BlockQuantizer:
         return mean_of([self._format.dequantize(each, dtype) for each in sent])
 
     def places(self, replicas: int) -> tuple[Tensor, int]:
-        """Return the permutation that distributes the blocks to ``replicas``; see `owners_of`.
+        """Return the permutation that sorts the blocks by their owner; see `owners_of`.
 
-        Returns the new position of each block, and the number of positions per replica.
+        Returns the new position of each block, and the number of positions per replica, which is
+        equal for all replicas.
         """
         dealt_to: list[numpy.ndarray] = []
         for count, piece in zip(self._counts, self._pieces, strict=True):
@@ -163,14 +167,14 @@ class BlockQuantizer:
         return torch.from_numpy(places), int(counts.max())
 
     def values(self, rows: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-        """Yield views of the blocks' values, by tensor."""
+        """Yield one view of ``rows`` per tensor, with the shapes ``shapes``."""
         counts = list(map(blocks_of, map(torch.Size.numel, shapes)))
         for part, shape in zip(rows.split(counts), shapes, strict=True):
             yield part.view(-1)[: shape.numel()].view(shape)
 
 
 def mean_of(contributions: Sequence[Tensor]) -> Tensor:
-    """Return the mean of all replicas' values, added in order. The first may be overwritten."""
+    """Return the mean of ``contributions``, added in order. The first tensor may be overwritten."""
     total, *others = contributions
     for contribution in others:
         total += contribution
@@ -178,15 +182,17 @@ def mean_of(contributions: Sequence[Tensor]) -> Tensor:
 
 
 def owners_of(rows: int, key: int, replicas: int) -> numpy.ndarray:
-    """Return the owner of each of the ``rows`` blocks of one tensor.
+    """Return the owner of each block of one tensor: the replica that averages the block.
 
-    The ``key`` selects the first owner, so that small tensors do not all belong to one replica.
+    ``rows`` is the number of blocks. ``key`` selects the first owner, so that small tensors have
+    different owners.
     """
     return (numpy.arange(rows) * replicas // max(rows, 1) + key) % replicas
 
 
 def to_blocks(tensors: Sequence[Tensor]) -> Tensor:
-    """Return [blocks, 256] of all ``tensors``; each starts a block, and its last is zero-padded."""
+    """Return the values of ``tensors`` as [blocks, 256]. Each tensor starts a new block and is
+    padded with zeros."""
     filled: list[Tensor] = []
     zeros = tensors[0].new_zeros(BLOCK - 1)
     for tensor in tensors:
@@ -201,7 +207,7 @@ class BlockNoise:
     def __init__(
         self, pieces: Sequence[Piece], numels: Sequence[int], device: torch.device
     ) -> None:
-        # numpy arrays on the host, because their values decide sizes.
+        # Compute on the host with numpy, because sizes depend on the values.
         counts = numpy.array(list(map(blocks_of, numels)))
         blocks_before = counts.cumsum() - counts
         starts = numpy.array(list(map(attrgetter("start"), pieces))) - blocks_before * BLOCK
@@ -213,9 +219,9 @@ class BlockNoise:
         self.places = sent_to(device, torch.from_numpy(pairs))
 
     def numbers(self, begin: int, end: int, stage: int) -> Tensor:
-        """Return fp32 [end - begin, 256] for these blocks; zeros for blocks after the last.
+        """Return fp32 [end - begin, 256] for the blocks ``begin`` to ``end``; zeros for padding.
 
-        ``stage`` distinguishes several roundings of one value.
+        ``stage`` makes the numbers differ if the same value is rounded several times.
         """
         return numbers_of(self.places, begin, end, stage)
 
@@ -236,7 +242,7 @@ def blocks_of(numel: int) -> int:
 
 @dataclass
 class RoundingKeys:
-    """Keys of a job's random numbers. ``step``: number of the global batch, from 1."""
+    """Keys of the random numbers of a job. ``step`` is the number of the global batch, from 1."""
 
     seed: int = 0
     step: int = 1
@@ -247,7 +253,7 @@ class RoundingKeys:
 
 
 def key_of(*parts: int | str) -> int:
-    """Return a 32-bit number, signed as int32, for ``parts`` such as a seed, step and name."""
+    """Return an int32 hash of ``parts``, such as a seed, a step and a name."""
     text = "/".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -257,14 +263,15 @@ MEAN_STAGE = key_of("mean")
 
 
 def contribution_stage(replica: int) -> int:
-    """Return the stage of the rounding of ``replica``'s contribution; means: `MEAN_STAGE`."""
+    """Return the stage for the contribution of ``replica``. The stage of means is `MEAN_STAGE`."""
     return key_of("contribution", replica)
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return fp32 numbers in [0, 1) for pairs of ``keys`` and ``positions``, broadcast int32.
+    """Return a random fp32 number in [0, 1) for each pair of ``keys`` and ``positions``.
 
-    The hash is the finalizer of MurmurHash3 (Appleby), which mixes all 32 bits.
+    Both are int32 and are broadcast. The numbers are a hash: the finalizer of MurmurHash3
+    (Appleby), which mixes all 32 bits.
     """
     # Products of int32 wrap around on every device. The constants of the hash are written as
     # signed numbers; the first is 2**32 over the golden ratio.
@@ -284,7 +291,7 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & kept
 
 
-# Operators of `fused` on devices without its kernels
+# Implementation of the operators of `fused_quantize` on devices without kernels
 
 
 def _quantize(blocks: Tensor, places: Tensor | None, first: int, stage: int, bits: int) -> Tensor:

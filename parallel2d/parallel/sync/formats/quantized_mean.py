@@ -1,17 +1,18 @@
 """Averages over replicas with rounded messages and unrounded sums.
 
-[Note: rounded exchange] An all-reduce in a narrow dtype rounds every partial sum, more often with
-more replicas. Here each replica sends its rounded contribution to the owner of each piece
-(all-to-all). The owner adds the contributions in fp32 at least, in the order of the replicas,
-rounds the mean and sends it to all replicas (all-gather). Each contribution and the mean are
-rounded once, all replicas get the same bits, and a ring all-reduce sends as many bytes. Two
-replicas exchange their full contributions and add them locally, with the same number of bytes and
-one rounding less.
+[Note: rounded exchange] An all-reduce in a narrow dtype rounds every partial sum, and more replicas
+make more partial sums. Here each block of values has an owner: one of the replicas. Each replica
+rounds its contribution and sends each block to the block's owner (all-to-all). The owner adds the
+contributions in fp32 or wider, in the order of the replicas, rounds the mean and sends it to all
+replicas (all-gather). The contributions and the mean are rounded once, and all replicas get the
+same bits. A ring all-reduce sends the same number of bytes. With two replicas, each replica sends
+its full contribution to the other, and both compute the mean. This sends the same number of bytes,
+and the mean is not rounded.
 
-With error feedback, each replica keeps the rounding error of its contribution. An owner also
-keeps the rounding error of its means, times the number of replicas, so that the next mean contains
-this error once. An owner has the same share of every tensor, so the split of the error feedback
-does not depend on buckets.
+With error feedback, each replica stores the rounding error of its contribution. An owner also
+stores the rounding error of its means, multiplied by the number of replicas, so that the next mean
+contains this error once. Each replica owns an equal part of every tensor, so the sharding of the
+error feedback does not depend on buckets.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from parallel2d.parallel.weights.geometry import Region, as_real, pieces_of
 
 @dataclass(eq=False)
 class QuantizedPart:
-    """Values of an exchange in one communication format."""
+    """The values of a `QuantizedMean` that have the same communication format."""
 
     quantizer: Quantizer
     rows: Tensor  # this replica's values as blocks of ``quantizer``; may be overwritten
-    results: Sequence[Tensor]  # tensors that get the mean
-    keep: Callable[[Tensor], None] | None = None  # gets the rounding error, as blocks
+    results: Sequence[Tensor]  # tensors to which the mean is written
+    keep: Callable[[Tensor], None] | None = None  # is called with the rounding errors, as blocks
 
     def __post_init__(self) -> None:
         self._count = len(self.rows)
@@ -56,7 +57,7 @@ class QuantizedPart:
         self._places: Tensor | None = None
 
     def contribution(self, replica: int, owners: int) -> Tensor:
-        """Return this replica's message as [owners, values of each]."""
+        """Return this replica's quantized message as [owners, bytes or values per owner]."""
         rows = self.rows if owners == 1 else self._dealt(owners)
         del self.rows
         sent = self.quantizer.quantize(rows, 0, contribution_stage(replica))
@@ -67,7 +68,7 @@ class QuantizedPart:
         return sent.view(owners, -1)
 
     def _dealt(self, owners: int) -> Tensor:
-        """Return the blocks in an order with consecutive blocks per owner."""
+        """Return the blocks sorted by owner, with padding, so that all owners have equally many."""
         if self.keep is None:
             missing = -len(self.rows) % owners
             return torch.nn.functional.pad(self.rows, (0, 0, 0, missing)) if missing else self.rows
@@ -86,11 +87,11 @@ class QuantizedPart:
 
         ``received`` may be overwritten.
         """
-        # In the order of the replicas, so that the sum has the same bits everywhere.
+        # Added in the order of the replicas, so that the result has the same bits on all replicas.
         return self.quantizer.mean(received.unflatten(1, (-1, self._row_length)), self._dtype)
 
     def own_mean(self, received: Tensor, replica: int) -> Tensor:
-        """Return the quantized mean of the blocks that this ``replica`` owns."""
+        """Return the quantized mean of the blocks that ``replica``, this rank's replica, owns."""
         mean = self.mean_of(received)
         first = replica * len(mean)
         sent = self.quantizer.quantize(mean, first, MEAN_STAGE)
@@ -100,32 +101,32 @@ class QuantizedPart:
         return sent.view(-1)
 
     def keep_errors(self) -> None:
-        """Hand over the rounding error."""
+        """Call ``keep`` with the rounding errors, if error feedback is used."""
         if self.keep is not None:
             self.keep(self._collected(self._errors))
             del self._errors
 
     def means(self, received: Tensor) -> Tensor:
-        """Return the blocks of ``received`` [replicas, values], the means of all owners."""
+        """Return ``received`` [replicas, values], the quantized means of all owners, as blocks."""
         return self.quantizer.dequantize(received.reshape(-1, self._row_length), self._dtype)
 
     def put_back(self, mean: Tensor) -> None:
-        """Write the mean into the results."""
+        """Write ``mean`` into ``results``."""
         put_back(self.quantizer, self._collected(mean), self.results)
 
 
 class QuantizedMean:
-    """One average over the replicas of ``group``, started by the constructor.
+    """One average over the replicas of ``group``. The constructor starts the communication.
 
-    Collective: all replicas build exchanges, and call their methods, in the same order. ``parts``
-    form one message, with one communication dtype.
+    Collective: all replicas must build these objects, and call their methods, in the same order.
+    All ``parts`` are sent in one message and must have the same communication dtype.
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: Sequence[QuantizedPart]) -> None:
         self._group = group
         self._parts = parts
         self._replica, self._replicas = position_over_replicas(group)
-        # True once the means are in flight; two replicas send no means.
+        # True once the means are being sent. With two replicas no means are sent.
         self._means_sent = self._replicas == 2
         owners = 1 if self._means_sent else self._replicas
         sent = []
@@ -154,12 +155,13 @@ class QuantizedMean:
             part.keep_errors()
 
     def _received_by_part(self) -> list[tuple[QuantizedPart, Tensor]]:
-        """Wait for the message, and return [replicas, values] of each part."""
+        """Wait for the message. Return its values [replicas, values] for each part."""
         metering.wait(self._work, self._group)
         return list(zip(self._parts, self._received.split(self._lengths, dim=1), strict=True))
 
     def send_means(self) -> None:
-        """Wait for the contributions to this replica's piece, and begin to send their mean."""
+        """Wait for the contributions to the blocks of this replica, and start to send their
+        mean."""
         if self._means_sent:
             return
         self._means_sent = True
@@ -188,7 +190,7 @@ class ExactMean:
         self._work = dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=group, async_op=True)
 
     def send_means(self) -> None:
-        """Do nothing: an exact mean is one message."""
+        """Do nothing, because an exact mean is one all-reduce."""
 
     def finish(self) -> None:
         """Wait for the mean and write it into the results."""
@@ -210,15 +212,16 @@ def expected_mean(
     *,
     sent_back: bool = True,
 ) -> Tensor:
-    """Compute the result of an `QuantizedMean` in one process, for parity checks.
+    """Compute the result of a `QuantizedMean` in one process, for parity checks.
 
     Args:
-        values: one value per replica of the unsharded parameter; gets the error feedback.
+        values: the unsharded contribution of each replica. With error feedback, they are
+            overwritten by the rounding errors.
         comm_format: the communication format.
-        cut: the local shards of the ranks of a replica, since blocks depend on them.
+        cut: the local shards of the ranks of a replica, because blocks are made per local shard.
         keys: keys of stochastic rounding.
         name: FQN of the parameter.
-        sent_back: True if owners send the rounded mean.
+        sent_back: True if owners round the mean and send it to all replicas.
     """
     mean = torch.empty_like(values[0])
     for region in cut:
@@ -239,7 +242,7 @@ def expected_mean(
         if sent_back and len(parts) > 2:
             mean_read = _as_read(quantizer, total, MEAN_STAGE)
             if comm_format.has_error_feedback:
-                # Each replica keeps the rounding error of the blocks that it owns.
+                # Each replica stores the rounding error of the means that it owns.
                 rest = (total - mean_read) * len(parts)
                 owners = owners_of(blocks_of(rest.numel()), keys.of(name), len(parts)).repeat(BLOCK)
                 of_value = torch.from_numpy(owners[: rest.numel()]).view(rest.shape)
@@ -251,7 +254,7 @@ def expected_mean(
 
 
 def _as_read(quantizer: Quantizer | None, values: Tensor, stage: int) -> Tensor:
-    """Return ``values`` after a rounding by ``quantizer``."""
+    """Return ``values`` quantized and dequantized; unchanged if ``quantizer`` is None."""
     if quantizer is None:
         return values
     found = torch.empty_like(values)

@@ -1,10 +1,10 @@
 """Synchronization methods of the replicate axis: `method_of` selects one by the configuration.
 
-- every step, on all replicas: gradients are all-reduced.
-- every step, split (``strategy=hybrid_full``): gradients are reduced to the replica that updates
-  them, and updated parameters are all-gathered.
-- ``sync=diloco``: gradients stay on their replica, and parameter changes are averaged every few
-  steps.
+- `EveryStep` (default): gradients are all-reduced in every step.
+- `SplitUpdates` (``strategy=hybrid_full``): each replica updates a part of each parameter.
+  Gradients are reduce-scattered to these parts, and updated parameters are all-gathered.
+- `DiLoCo` (``sync=diloco``): gradients are not communicated, and parameter changes are averaged
+  every few steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel2d.parallel.sync.methods.split_updates import SplitUpdates
 
 def method_of(strategy: StrategyConfig, sync: SyncConfig, replicas: int) -> SyncMethod:
     """Return the method for ``replicas`` replicas."""
-    # With DiLoCo a single replica takes outer steps too.
+    # With DiLoCo a single replica also makes outer steps.
     if sync.name == "diloco":
         return DiLoCo(sync)
     if replicas == 1:

@@ -1,13 +1,15 @@
-"""``sync=diloco``: replicas train independently and share their progress every few steps.
+"""``sync=diloco``: replicas train independently and average their changes every few steps.
 
-[Note: DiLoCo] All replicas hold the *outer* parameters, equal on all of them. Every `every` steps
-each replica sends the difference between the outer parameters and its own parameters. An outer
-optimizer, SGD with Nesterov momentum, uses the mean difference as its gradient and moves the outer
-parameters. All replicas continue from there (Douillard et al. 2023, arXiv 2311.08105).
+[Note: DiLoCo] Each replica trains its parameters, and holds *outer* parameters, which are equal on
+all replicas. Every ``sync.every`` steps each replica sends the difference between the outer
+parameters and its parameters. An outer optimizer (SGD with Nesterov momentum) uses the mean
+difference as gradient and updates the outer parameters. Then all replicas set their parameters to
+the outer parameters (Douillard et al. 2023, arXiv 2311.08105).
 
-With fragments, parts of the model take turns, so that a message is smaller. With a delay, training
-continues while a fragment is in flight, and the received outer parameters are mixed with the
-replica's own parameters (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
+With ``sync.fragments``, the model is divided into fragments, which are sent in different steps, so
+that messages are smaller. With ``sync.delay``, training continues while a fragment is in flight,
+and the new outer parameters are then mixed with the replica's parameters (Streaming DiLoCo,
+Douillard et al. 2025, arXiv 2501.18512).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from parallel2d.parallel.weights.named_tensors import (
 
 
 class DiLoCo(SyncMethod):
-    """Gradients stay on their replica; parameter changes are averaged every few steps."""
+    """Averages parameter changes over the replicas every few steps. See [Note: DiLoCo]."""
 
     crosses = True
     replicas_equal = False
@@ -75,7 +77,8 @@ class DiLoCo(SyncMethod):
         self.outer_momentum = _number(config.outer_momentum, auto=0.6)
         self.update_period = config.every
         self.shortest_period = max(config.delay + 1, config.fragments, 3)
-        # The outer parameter, its momentum, and its error feedback
+        # Tensors per parameter that all replicas share: the outer parameter, its momentum, and its
+        # error feedback
         self.shared_copies = 1 + (self.outer_momentum > 0) + self.change_format.has_error_feedback
         self.description = (
             f"diloco every {config.every} steps in {self.change_format.name}, outer lr "
@@ -104,7 +107,7 @@ def _number(setting: float | str, auto: float) -> float:
 
 
 class OuterSync(UpdateFollower):
-    """The outer parameters of one model, which are its master values."""
+    """The outer parameters of one model. They are its `MasterValues` for states and checkpoints."""
 
     follows = True
     replicas_differ = True  # see `weights.named_tensors.MasterValues`
@@ -118,22 +121,22 @@ class OuterSync(UpdateFollower):
         self._seed = replicated.keys.seed
         self.replicas = self._group.size()
         self.replica = dist.get_group_rank(self._group, dist.get_rank())
-        self.steps = 0  # updates of the replica's parameters
-        # This rank's part of the squared norm of the last outer update, which the ranks of a
-        # replica sum; None without an outer step
+        self.steps = 0  # number of updates of the replica's parameters
+        # This rank's summand of the squared norm of the last mean change; the norm is the sum over
+        # the ranks of a replica. None if the last step was no outer step.
         self.squared_change: Tensor | None = None
-        # The step of the last call of `finish`, if any
+        # Value of `steps` at the last call of `finish`; 0: not called
         self.finished_after = 0
         self.fragments: list[Fragment] = []
         self.parameters: dict[str, OuterParameter] = {}
         self._all: dict[str, nn.Parameter] = {}
-        # True while the model has the outer parameters
+        # True inside of `outer_parameters`
         self._shown = False
         # Set by `make`, before all other calls
         self._outer: torch.optim.SGD
 
     def make(self, model: nn.Module) -> None:
-        """Copy the current values of the trained parameters of ``model``."""
+        """Create the outer parameters from the trained parameters of ``model``."""
         method = self._method
         self._all = parameters_by_name(model)
         for name, parameter in self._all.items():
@@ -141,13 +144,13 @@ class OuterSync(UpdateFollower):
                 has_error_feedback = method.change_format.has_error_feedback
                 self.parameters[name] = OuterParameter(name, parameter, has_error_feedback)
         units = []
-        # In the order of the model
+        # The groups are in the order of backward, so this is the order of the model.
         for group in reversed(self._replicated.groups):
             units.append([parameter.name for parameter in group.parameters])
         parts = split_in_fragments(units, self.parameters, self._config.fragments)
         for number, part in enumerate(parts):
-            # The last fragment is sent at the end of each period, and the other fragments at equal
-            # distances before.
+            # The last fragment is sent at the end of each period of ``every`` steps, and the other
+            # fragments at equal intervals before it.
             begins = (number + 1) * self._config.every // len(parts) % self._config.every
             self.fragments.append(Fragment(part, begins))
         self._outer = torch.optim.SGD(
@@ -160,9 +163,9 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Count an update, send fragments that are due, and apply fragments that have arrived.
+        """Count an update. Apply and send the fragments whose step has come.
 
-        Collective in some steps.
+        Collective over replicas in steps that send, apply or continue a fragment.
         """
         trained = {name for name, each in self._all.items() if each.requires_grad}
         changed = sorted(trained.symmetric_difference(self.parameters))
@@ -174,16 +177,17 @@ class OuterSync(UpdateFollower):
         self.steps += 1
         self.squared_change = None
         delay = self._config.delay
-        # Every replica has the same number of steps here, so all replicas wait for, apply and send
-        # the same fragments in the same order. Fragments in flight are applied before new messages
-        # start, because a message is the difference from the outer parameters after this step.
+        # All replicas have the same number of steps, so they apply and send the same fragments in
+        # the same order. Fragments in flight are applied before new fragments are sent, because the
+        # sent change is relative to the new outer parameters.
         for fragment in self.fragments:
             since = self.steps - fragment.sent_after
             if fragment.in_flight and since == delay:
                 self._apply(fragment, self._method.mix)
-            # After half of the delay, every replica starts the second collective, which sends the
-            # means. Because this step is the same on all replicas, collectives of several fragments
-            # have one order, and the means have the other half of the delay to arrive.
+            # After half of the delay, every replica starts the second collective of the fragment,
+            # which sends the means. The means then have the other half of the delay to arrive. All
+            # replicas do so in the same step, so that collectives of several fragments have the
+            # same order.
             elif fragment.pending is not None and since == (delay + 1) // 2:
                 with suppress(ReplicaLost):  # `_receive` restarts the exchange
                     fragment.pending.send_means()
@@ -195,9 +199,9 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End training with an outer step for the remaining changes. Collective over replicas.
+        """Send and apply all remaining changes at the end of training. Collective over replicas.
 
-        Afterwards all replicas have the outer parameters.
+        Afterwards the parameters of all replicas equal the outer parameters.
         """
         for fragment in self.fragments:
             if fragment.in_flight:
@@ -243,7 +247,8 @@ class OuterSync(UpdateFollower):
         fragment.pending = QuantizedMean(self._group, [part])
 
     def receive(self) -> None:
-        """Wait for messages in flight, so that they can be saved. Collective over replicas."""
+        """Wait for messages in flight, so that a checkpoint can contain them. Collective over
+        replicas."""
         for fragment in self.fragments:
             self._receive(fragment)
 
@@ -275,7 +280,7 @@ class OuterSync(UpdateFollower):
     def expected(
         self, replicas: Sequence[Mapping[str, Tensor]], cuts: Mapping[str, Sequence[Region]]
     ) -> ExpectedOuter:
-        """Return the reference run in one process; see `ExpectedOuter`."""
+        """Return the reference computation of this object for parity checks."""
         begins: dict[str, int] = {}
         for fragment in self.fragments:
             begins |= {parameter.name: fragment.begins for parameter in fragment.parameters}
@@ -283,8 +288,11 @@ class OuterSync(UpdateFollower):
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Put the outer parameters into the model inside, for validation and export."""
-        # A nested call finds the outer parameters in the model.
+        """Replace the parameters of the model by the outer parameters inside of this context.
+
+        Used for validation and export.
+        """
+        # In a nested call the model already has the outer parameters.
         if self._shown:
             yield
             return
@@ -311,20 +319,20 @@ class OuterSync(UpdateFollower):
 
     @torch.no_grad()
     def masters_were_loaded(self) -> None:
-        """Start all replicas from the loaded outer parameters, without momentum."""
+        """Set the replica's parameters to the loaded outer parameters, and clear the momentum."""
         for parameter in self.parameters.values():
             parameter.take(0.0)
         self._forget()
 
     @torch.no_grad()
     def parameters_were_loaded(self) -> None:
-        """Set the outer parameters to the loaded parameters, without momentum."""
+        """Set the outer parameters to the loaded parameters, and clear the momentum."""
         for parameter in self.parameters.values():
             local_part(parameter.outer.detach()).copy_(local_part(parameter.own.detach()))
         self._forget()
 
     def parameters_were_changed(self) -> None:
-        """Do nothing: a change of the replica's parameters is shared like an update."""
+        """Do nothing, because the change will be sent like an update of the optimizer."""
 
     def as_parameters(self) -> AbstractContextManager[None]:
         pairs = []
@@ -343,7 +351,7 @@ class OuterSync(UpdateFollower):
         self.residuals()[name].copy_(value)
 
     def _forget(self) -> None:
-        """Drop state that belongs to the values before a load."""
+        """Clear the momentum, the received means and the error feedback after a load."""
         self.receive()
         self._outer.state.clear()
         for parameter in self.parameters.values():
@@ -352,18 +360,20 @@ class OuterSync(UpdateFollower):
                 parameter.residual.zero_()
 
     def resume(self, steps: int, finished_after: int, arrived: Container[str]) -> list[str]:
-        """Continue after ``steps`` updates. Return the parameters with a mean to apply.
+        """Restore the schedule of a checkpoint.
+
+        Returns the names of the parameters whose received mean is still to be applied.
 
         Args:
-            steps: number of updates.
-            finished_after: value of the attribute at that time.
-            arrived: parameters with a received mean that was not applied.
+            steps: number of updates at the checkpoint.
+            finished_after: value of `finished_after` at the checkpoint.
+            arrived: names of the parameters for which the checkpoint has a received mean.
         """
         self.steps = steps
         self.finished_after = finished_after
         expected: list[str] = []
         for fragment in self.fragments:
-            # The step of its last message, which depends only on the number of steps.
+            # The step in which the fragment was last sent follows from the number of steps.
             sent_after = steps - (steps - fragment.begins) % self._config.every
             fragment.sent_after = max(sent_after, finished_after, 0)
             since = steps - fragment.sent_after
@@ -376,14 +386,15 @@ class OuterSync(UpdateFollower):
 
     @property
     def momenta(self) -> dict[str, Tensor]:
-        """Momentum of the outer optimizer by name, created if necessary."""
+        """Momentum buffers of the outer optimizer by name. Missing buffers are created."""
         found: dict[str, Tensor] = {}
         if self._outer.defaults["momentum"] == 0:
             return found
         for name, parameter in self.parameters.items():
             state = self._outer.state[parameter.outer]
             if state.get("momentum_buffer") is None:
-                # Equivalent to torch's first step, which copies the gradient.
+                # A buffer of zeros gives the same result as no buffer: torch's first step then
+                # copies the gradient.
                 state["momentum_buffer"] = torch.zeros_like(parameter.outer, requires_grad=False)
             found[name] = state["momentum_buffer"]
         return found
@@ -391,17 +402,21 @@ class OuterSync(UpdateFollower):
 
 @dataclass
 class ExpectedOuter:
-    """The reference run of `OuterSync` in one process, for parity checks. Values are by name."""
+    """Computes the results of `OuterSync` in one process, for parity checks.
+
+    All mappings are by FQN.
+    """
 
     method: DiLoCo
     seed: int
     replicas: Sequence[Mapping[str, Tensor]]  # unsharded parameters, which `after_update` changes
-    begins: Mapping[str, int]  # the step of a period after which the parameter is sent
+    begins: Mapping[str, int]  # the step within a period in which the parameter is sent
     cuts: Mapping[str, Sequence[Region]]  # see `expected_mean`
     shared: dict[str, Tensor] = field(default_factory=dict)  # outer parameters, set before training
-    velocity: dict[str, Tensor] = field(default_factory=dict)
-    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by replica and name
-    arriving: dict[str, Tensor] = field(default_factory=dict)
+    velocity: dict[str, Tensor] = field(default_factory=dict)  # momentum of the outer optimizer
+    # Error feedback by (replica, FQN)
+    unsent: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    arriving: dict[str, Tensor] = field(default_factory=dict)  # mean changes in flight
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
@@ -410,7 +425,7 @@ class ExpectedOuter:
         for name, begins in self.begins.items():
             if step % sync.every == begins:
                 self.arriving[name] = self._mean_change(name, step)
-            # Before its first message a parameter has no mean to apply.
+            # A parameter that was never sent has no mean to apply.
             is_due = (step - sync.delay) % sync.every == begins
             if is_due and name in self.arriving:
                 self._apply(name, self.arriving.pop(name))
@@ -420,7 +435,7 @@ class ExpectedOuter:
         for replica, own in enumerate(self.replicas):
             change = self.shared[name] - own[name]
             if comm_format.has_error_feedback:
-                # `expected_mean` leaves the error feedback in this tensor.
+                # `expected_mean` overwrites this tensor by the new error feedback.
                 rest = self.unsent.setdefault((replica, name), torch.zeros_like(change))
                 change = rest.mul_(ERROR_FEEDBACK_DECAY).add_(change)
             messages.append(change)
@@ -432,7 +447,7 @@ class ExpectedOuter:
         lr, momentum = self.method.outer_lr, self.method.outer_momentum
         velocity = self.velocity.setdefault(name, torch.zeros_like(change))
         velocity.mul_(momentum).add_(change)
-        # Nesterov: a step ahead of the momentum
+        # Nesterov momentum
         self.shared[name] -= lr * (change + momentum * velocity)
         for own in self.replicas:
             own[name].lerp_(self.shared[name], 1 - self.method.mix)

@@ -1,10 +1,10 @@
 """Error feedback of gradients for coarse communication formats: `ErrorFeedback`.
 
-[Note: error feedback] Each replica sends Q(g + 0.95·e) instead of its gradient g, and keeps the
-rounding error e for the next step. The error feedback changes only after a step of the optimizer. A
-step that is repeated, refused or not finite does not change it. Parameters that no replica used
-keep their error feedback, since their message is dropped. Error feedback is stored without the loss
-scale, so that the scale may change. The storage format has 8 bits.
+[Note: error feedback] Each replica quantizes and sends g + 0.95·e instead of its gradient g, where
+e is the rounding error of the previous step (the error feedback). The stored error feedback changes
+only after a step of the optimizer, and not if a step is repeated or skipped. The error feedback of
+a parameter that no replica used does not change, because its mean is discarded. Error feedback is
+stored divided by the loss scale, so that the scale may change, and in 8 bits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from parallel2d.parallel.sync.formats.quantize import BLOCK, blocks_of, to_block
 from parallel2d.parallel.sync.methods.method import ReplicatedModel, UpdateFollower
 from parallel2d.parallel.weights.geometry import Region, as_real, local_part
 
-# FQN of a parameter, and the number of its part; see `ErrorFeedback.cut`.
+# FQN of a parameter, and the number of a part of its local shard; see `ErrorFeedback.cut`
 PartName = tuple[str, int]
 
-# A power of two, so that stored values are read and stored again without a change.
+# Largest code. With a power of two, values do not change when they are read and stored again.
 _LARGEST = 64
 
 
 class StoredBlocks(NamedTuple):
-    """Blocks in 8 bits: a value is its code times the scale of its block."""
+    """Blocks of values in 8 bits: a value is its code multiplied by the scale of its block."""
 
     codes: Tensor  # int8 [blocks, 256]
     scales: Tensor  # fp32 [blocks, 1]
 
     @classmethod
     def of(cls, blocks: Tensor) -> StoredBlocks:
-        """Round to the nearest code; a block that is not finite becomes zero."""
+        """Round ``blocks`` to the nearest codes. A block that is not finite becomes zero."""
         scales = blocks.abs().amax(1, keepdim=True).div_(_LARGEST).to(torch.float32)
         scales.nan_to_num_(0.0, 0.0, 0.0)
         codes = blocks.div(torch.where(scales == 0, 1, scales)).round_()
@@ -58,7 +58,7 @@ class StoredBlocks(NamedTuple):
 
 
 class ErrorFeedback(UpdateFollower):
-    """Error feedback of one model. ``names``: FQNs of the parameters with error feedback."""
+    """Error feedback of one model, for the parameters with the FQNs ``names``."""
 
     follows = True
     residual_name = "gradient_residual"
@@ -74,12 +74,12 @@ class ErrorFeedback(UpdateFollower):
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}
-        # Error feedback of the last reduction, until the optimizer's step or until gradients are
-        # dropped
+        # New error feedback from the last reduction. It replaces `_kept` after the optimizer's
+        # step, and is discarded if the gradients are cleared.
         self._next: dict[PartName, StoredBlocks] = {}
 
     def cut(self, local: Tensor) -> Sequence[Tensor]:
-        """Return views of the parts of a local shard that have separate blocks."""
+        """Return views of the parts of a local shard. Each part starts a new block."""
         return [local]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -96,7 +96,8 @@ class ErrorFeedback(UpdateFollower):
         optimizer.zero_grad = clear  # type: ignore[method-assign]
 
     def drop_sums(self, set_to_none: bool) -> None:
-        """Drop sums that the optimizer's ``zero_grad`` does not reach."""
+        """Discard state of the current gradients that the optimizer's ``zero_grad`` does not
+        clear."""
         self._next = {}
 
     def add_to(self, rows: Tensor, counts: Mapping[PartName, int], *, again: bool) -> None:
@@ -105,7 +106,8 @@ class ErrorFeedback(UpdateFollower):
         Args:
             rows: the blocks of all parts.
             counts: number of blocks of each part.
-            again: True for a second reduction before one optimizer step, which uses both gradients.
+            again: True for a second reduction before the optimizer's step. It uses the new error
+                feedback of the first reduction.
         """
         kept = self._kept | self._next if again else self._kept
         if kept.keys().isdisjoint(counts):
@@ -118,7 +120,7 @@ class ErrorFeedback(UpdateFollower):
         rows.addcmul_(codes.to(rows.dtype), scales.to(rows.dtype) * factor)
 
     def keep(self, rows: Tensor, counts: Mapping[PartName, int]) -> None:
-        """Keep ``rows``, the rounding errors of this step, for the next step."""
+        """Store ``rows``, the rounding errors of this step, for the next step."""
         all_codes, all_scales = StoredBlocks.of(rows)
         all_scales /= self.loss_scale
         sizes = list(counts.values())
@@ -151,7 +153,10 @@ class ErrorFeedback(UpdateFollower):
         return found
 
     def scale(self, factor: float) -> None:
-        """Scale the error feedback, so that its weight in the mean does not change."""
+        """Multiply the error feedback by ``factor``.
+
+        After a change of the number of replicas this keeps its weight in the mean.
+        """
         for name, (codes, scales) in self._kept.items():
             self._kept[name] = StoredBlocks(codes, scales * factor)
 
@@ -162,12 +167,13 @@ class ErrorFeedback(UpdateFollower):
 
 
 def stored_bytes(shape: Sequence[int]) -> int:
-    """Return bytes of the stored error feedback of a tensor of this ``shape``."""
+    """Return the bytes of the stored error feedback for a tensor of this ``shape``."""
     return blocks_of(math.prod(shape)) * (BLOCK + torch.float32.itemsize)
 
 
 def as_stored(values: Tensor, cut: Sequence[Region]) -> Tensor:
-    """Return unsharded ``values`` after each rank has stored its part, for parity checks."""
+    """Return unsharded ``values``, rounded as each rank stores its local shard, for parity
+    checks."""
     found = torch.zeros_like(values)
     for region in cut:
         part = as_real(values[region.slices])

@@ -35,14 +35,15 @@ from parallel2d.parallel.sync.methods.method import (
 )
 from parallel2d.parallel.weights.geometry import Region
 
-_WARM = FORMATS["bf16"]  # format of the first steps, if ``sync.wire`` is too coarse
+_WARM = FORMATS["bf16"]  # format of the first ``sync.warmup`` steps with ``sync.wire=int4``
 
 
 class EveryStep(SyncMethod):
-    """The gradients of every global batch are reduced on all replicas."""
+    """All-reduces the gradients of every global batch over the replicas."""
 
     crosses = True
-    # True if all replicas get the mean; False if only the owner of each row gets it
+    # True if all replicas get the mean gradients; False if each owner gets only the mean of its
+    # rows
     _sent_back = True
 
     def __init__(self, config: SyncConfig) -> None:
@@ -66,7 +67,7 @@ class EveryStep(SyncMethod):
         return Message("all_reduce", self.gradient_bytes(group))
 
     def gradient_bytes(self, group: GroupTraffic) -> int:
-        """Return bytes of the gradients of ``group`` in communication."""
+        """Return the bytes of the gradients of ``group`` in the communication format."""
         comm_format = self.named_format
         if comm_format is not None and comm_format.dtype is None:
             fine, hidden = comm_format.of_gradient(hidden=False), group.hidden_shapes
@@ -78,10 +79,11 @@ class EveryStep(SyncMethod):
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
         item = self.item_bytes(auto=item_bytes)
-        # Unrounded gradients are reduced in place.
+        # Gradients in 32 bits or more are reduced in place.
         if item >= 4:
             return 0
-        # Sent and received values; see `RoundedReduction.most_in_flight`.
+        # Buffers of sent and received values, for as many buckets as are in flight; see
+        # `RoundedReduction.most_in_flight`.
         return min(sum(sums) * item // 2, 2 * max([*sums, self.bucket_bytes]))
 
     def start(self, model: ReplicatedModel) -> Started:
@@ -98,7 +100,10 @@ class EveryStep(SyncMethod):
         return Started(residuals if self.has_error_feedback else UpdateFollower(), reduction_for)
 
     def check_warmup(self) -> None:
-        """Raise `ConfigError` for a warmup share in a loop without a known number of steps."""
+        """Raise `ConfigError` if ``sync.warmup`` is still a fraction of the number of steps.
+
+        The trainer has replaced the fraction by a number of steps; a custom loop has not.
+        """
         if 0 < self.warmup < 1:
             raise ConfigError(
                 f"sync.warmup={self.warmup} is a share of train.steps, which a custom loop "
@@ -106,18 +111,18 @@ class EveryStep(SyncMethod):
             )
 
     def names_with_error_feedback(self, model: ReplicatedModel) -> Container[str]:
-        """Return FQNs of the parameters with error feedback."""
+        """Return the FQNs of the parameters with error feedback."""
         return model.hidden if self.has_error_feedback else ()
 
     def sent(self, comm_format: CommunicationFormat, step: int) -> CommunicationFormat:
-        """Return the communication format instead of ``comm_format`` in this ``step``, from 1."""
+        """Return the format in ``step`` (from 1): bf16 during warmup, then ``comm_format``."""
         return _WARM if step <= self.warmup else comm_format
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
         comm_format = self.named_format
-        # A parameter without dimensions is averaged unrounded, in the status all-reduce.
+        # A parameter without dims is averaged in fp64, in the status all-reduce.
         if comm_format is None or not values[0].ndim:
             comm_format = FORMATS["fp64"]
         else:
@@ -139,7 +144,7 @@ class EveryStep(SyncMethod):
 
 @dataclass
 class AllReduce:
-    """An all-reduce in place, in the gradients' dtype or a narrower one of 32 bits."""
+    """An all-reduce in place, in the dtype of the gradients or in a narrower format dtype."""
 
     group: dist.ProcessGroup
     most_in_flight: int | None = None
@@ -161,16 +166,16 @@ class AllReduce:
 
 
 class GradientPart(NamedTuple):
-    """A part of a gradient with separate quantization blocks."""
+    """A part of a gradient that starts a new quantization block."""
 
     name: PartName
-    start: int  # position of its first value in the flattened unsharded parameter
+    start: int  # position of the first value in the flattened unsharded parameter
     values: Tensor
 
 
 @dataclass
 class RoundedReduction:
-    """Exchange of rounded values with sums in fp32; see [Note: rounded exchange]."""
+    """Reduction by a `QuantizedMean`; see [Note: rounded exchange]."""
 
     group: dist.ProcessGroup
     comm_format: CommunicationFormat
@@ -180,15 +185,12 @@ class RoundedReduction:
 
     @property
     def most_in_flight(self) -> int:
-        """Two, or as many as use the memory of two in 16 bits.
-
-        Each reduction holds its sent and received values.
-        """
+        """Two in 16 bits, and more with fewer bits, because each needs buffers for its values."""
         return max(2, 32 // self.comm_format.bits)
 
     def start(self, bucket: Bucket) -> list[Wait]:
         if self.comm_format.dtype is not None:
-            # The buffer as one tensor, without a copy.
+            # A cast needs no separate blocks, so use the buffer as one tensor, without a copy.
             whole = [bucket.buffer()]
             quantizer = self.comm_format.quantizer(whole, ())
             quantized = [QuantizedPart(quantizer, quantizer.rows(whole), whole)]
@@ -201,9 +203,9 @@ class RoundedReduction:
                     parts.append(GradientPart((each.name, 0), each.start, gradient))
                     results.append(gradient)
                 quantized.append(self.quantized(comm_format, parts, results, again=again))
-        # The all-to-all starts here; the first step waits for it and starts the all-gather of the
-        # means. `BucketQueue` runs first steps in the order of the buckets, so the second
-        # collectives of several buckets have one order on all replicas too.
+        # The constructor starts the all-to-all. `send_means` waits for it and starts the all-gather
+        # of the means. `BucketQueue` calls `send_means` in the order of the buckets, so these
+        # all-gathers have the same order on all replicas.
         exchange = QuantizedMean(self.group, quantized)
         return [exchange.send_means, exchange.finish]
 
@@ -228,14 +230,14 @@ class RoundedReduction:
         """Prepare the ``parts`` of a bucket with one communication format.
 
         Args:
-            comm_format: the format.
+            comm_format: the communication format of ``parts``.
             parts: the gradients.
-            results: tensors that get the mean.
+            results: the tensors to which the mean is written.
             again: see `ErrorFeedback.add_to`.
         """
         values = [part.values for part in parts]
         pieces: list[Piece] = []
-        # A cast uses no random numbers, so no pieces.
+        # A cast uses no random numbers and therefore no pieces.
         if comm_format.dtype is None:
             keys = {}
             for part in parts:

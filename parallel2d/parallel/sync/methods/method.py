@@ -1,7 +1,7 @@
-"""Interface of synchronization methods (`SyncMethod`) and of the objects that act after updates of
-the parameters (`UpdateFollower`).
+"""Interfaces of synchronization methods (`SyncMethod`), and of their state that follows the updates
+of parameters (`UpdateFollower`).
 
-The base classes implement a single replica, without traffic over the replicate axis.
+The base classes implement a single replica, without communication over the replicate axis.
 """
 
 from __future__ import annotations
@@ -26,52 +26,54 @@ from parallel2d.parallel.weights.geometry import Region
 
 
 class UpdateFollower:
-    """Acts after each update of one model's parameters."""
+    """State of a method for one model, which is called before and after updates of parameters."""
 
-    # True if it acts after updates, so that an optimizer must be attached
+    # True if `after_update` does something, so that an optimizer must be attached
     follows = False
     # The attached optimizer
     _optimizer: torch.optim.Optimizer | None = None
     # Prefix of the error feedback in checkpoints; empty without error feedback
     residual_name = ""
-    replica = 0
-    replicas = 1
-    # Number of updates of this replica that the other replicas have not completely received
+    replica = 0  # number of this rank's replica
+    replicas = 1  # number of replicas
+    # Number of updates of this replica that are not completely sent to the other replicas
     unshared_steps = 0
-    # Factor of the loss before backward
+    # Factor by which the loss is multiplied before backward
     loss_scale = 1.0
 
     def make(self, model: nn.Module) -> None:
-        """Initialize, once the parameters of ``model`` have their values. Collective."""
+        """Initialize the state, after the parameters of ``model`` have their values. Collective."""
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt a script's writes to parameters, before each step of any ``optimizer``.
+        """Called before each step of any ``optimizer``. Takes over a script's writes to parameters.
 
-        Raises `ConfigError` for parameters and gradients that the step would ignore.
+        Raises `ConfigError` if the step would ignore parameters or gradients.
         """
 
     def after_update(self) -> None:
-        """Run after each update. Collective."""
+        """Called after each step of the attached optimizer. Collective."""
 
     def shared_values(self) -> Mapping[str, Tensor]:
-        """Return the tensors that replicas share instead of their parameters, by name."""
+        """Return the tensors that must be equal on all replicas instead of the parameters,
+        by FQN."""
         return {}
 
     def residuals(self) -> Mapping[str, Tensor]:
-        """Return this replica's error feedback, by name, with the shape of the parameter."""
+        """Return this replica's error feedback by FQN, with the shapes of the parameters."""
         return {}
 
     def set_residual(self, name: str, value: Tensor) -> None:
-        """Continue from a value of `residuals`."""
+        """Set the error feedback of one parameter to a value from `residuals`."""
 
     def scale(self, factor: float) -> None:
-        """Scale the state when the number of averaged replicas changes by ``factor``."""
+        """Multiply the error feedback by ``factor``, after a change of the number of ranks."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Drop gradients of tensors that the optimizer has instead of parameters."""
+        """Clear gradients of tensors that the optimizer updates instead of the parameters."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run `after_update` after steps of ``optimizer``; see `parallel2d.attach_optimizer`."""
+        """Call `after_update` after each step of ``optimizer``. See
+        `parallel2d.attach_optimizer`."""
         if not self.follows or optimizer is self._optimizer:
             return
         self._optimizer = optimizer
@@ -84,7 +86,7 @@ class UpdateFollower:
         optimizer.register_step_post_hook(after_step)
 
     def check_attached(self) -> None:
-        """Raise `ConfigError` if updates must be followed and no optimizer is attached."""
+        """Raise `ConfigError` if an optimizer must be attached and none is."""
         if self.follows and self._optimizer is None:
             raise ConfigError(
                 "no optimizer follows this model: with strategy=hybrid_full, sync=diloco and "
@@ -95,30 +97,30 @@ class UpdateFollower:
 
 
 def needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Return True if ``step`` computes losses between updates, like the step of LBFGS."""
+    """Return True if ``step`` requires a closure that computes the loss, like the step of LBFGS."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 class GroupTraffic(NamedTuple):
-    """The traffic of a group of parameters, on the first rank of the shard axis."""
+    """Sizes of the payloads of one FSDP group, on the first rank of the shard axis."""
 
-    gathered_bytes: int  # this rank's padded local shards, in the all-gather dtype
-    reduced_bytes: int  # their gradients, in the reduction dtype
+    gathered_bytes: int  # bytes of the padded local shards, in the all-gather dtype
+    reduced_bytes: int  # bytes of the gradients of the local shards, in the reduction dtype
     reduced_itemsize: int  # bytes of an element of a gradient; 4 for a group without gradients
-    reduced_shapes: tuple[torch.Size, ...]  # local shards of the gradients
-    hidden_shapes: tuple[torch.Size, ...]  # the subset of hidden matrices
+    reduced_shapes: tuple[torch.Size, ...]  # shapes of the local shards of the gradients
+    hidden_shapes: tuple[torch.Size, ...]  # the shapes in ``reduced_shapes`` of hidden matrices
     stored_itemsize: int  # bytes of an element of the sharded parameters
     replicas: int
 
     @property
     def reduced_numel(self) -> int:
-        """Elements of all gradients."""
+        """Number of elements of all gradients."""
         return sum(map(torch.Size.numel, self.reduced_shapes))
 
     @property
     def sum_itemsize(self) -> int:
-        """Bytes of an element in the accumulation dtype of gradients: fp32 at least."""
+        """Bytes of an element in the accumulation dtype of gradients, which is fp32 or wider."""
         return max(4, self.stored_itemsize)
 
 
@@ -130,43 +132,48 @@ class Message(NamedTuple):
 
 
 class ReplicatedModel(NamedTuple):
-    """One model on several replicas, as a method gets it."""
+    """The parts of a model that `SyncMethod.start` needs."""
 
     mesh: DeviceMesh
     group: dist.ProcessGroup  # process group of the replicas
-    groups: Sequence[FSDPGroup]  # in the order of their ends in backward
-    keys: RoundingKeys  # of stochastic rounding
+    groups: Sequence[FSDPGroup]  # in the order in which backward completes them
+    keys: RoundingKeys  # keys of stochastic rounding
     hidden: Container[str]  # FQNs of the hidden matrices
 
 
 @dataclass
 class ExpectedState:
-    """The state of a reference run in one process, for parity checks."""
+    """The state of a reference run in one process, for parity checks.
+
+    ``residuals`` is the error feedback by (replica, FQN).
+    """
 
     keys: RoundingKeys
     hidden: Container[str]  # see `ReplicatedModel`
-    residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by replica and FQN
+    residuals: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
 
 class Started(NamedTuple):
-    """A method that has started on a model."""
+    """Result of `SyncMethod.start` for one model."""
 
     updates: UpdateFollower
-    reduction_for: Callable[[CommunicationFormat], Reduction] | None  # of buckets; None: no buckets
+    # Returns the reduction of a bucket in a format; None: gradients are not reduced
+    reduction_for: Callable[[CommunicationFormat], Reduction] | None
 
 
 class SyncMethod:
-    """Traffic over the replicate axis, as the configuration defines it."""
+    """A synchronization method of the replicate axis, and its communication volume."""
 
-    crosses = False  # True if there is traffic over the axis
-    splits_updates = False  # True if each replica updates its own rows of the parameters
+    crosses = False  # True if there is communication over the axis
+    splits_updates = False  # True if each replica updates only its rows of the parameters
     replicas_equal = True  # True if all replicas have equal parameters after every update
-    description = "one replica: nothing crosses the replicate axis"  # without ``auto``
-    update_period = 1  # updates between two exchanges of the parameters of a group
-    shortest_period = 0  # the least ``sync.every`` with all behaviour of the method; 0: one step
-    warmup = 0.0  # number of first steps in bf16; below 1 a share of all steps
-    shared_copies = 0  # copies of each parameter, in addition to parameter and optimizer state
-    keeps_masters = False  # True if a rank keeps unrounded values of the rows that it updates
+    description = "one replica: nothing crosses the replicate axis"  # for logs
+    update_period = 1  # number of updates between two exchanges of the parameters of a group
+    # Smallest ``sync.every`` at which the parity check covers the method; 0: one step is enough
+    shortest_period = 0
+    warmup = 0.0  # number of first steps in bf16; if below 1, a fraction of all steps
+    shared_copies = 0  # tensors per parameter, in addition to parameter and optimizer state
+    keeps_masters = False  # True if a rank stores unrounded values of the rows that it updates
     has_error_feedback = False  # True if gradients of hidden matrices have error feedback
     gradients_are_exact = True  # True if the gradients of replicas are summed unrounded
 
@@ -177,27 +184,31 @@ class SyncMethod:
         self.bucket_bytes = config.bucket_bytes
 
     def format_for(self, dtype: torch.dtype) -> CommunicationFormat:
-        """Return the communication format, if the shard axis sends ``dtype``."""
+        """Return the communication format. ``dtype`` is used if ``sync.wire`` is ``auto``."""
         return self.named_format or format_of(dtype)
 
     def item_bytes(self, auto: int) -> int:
-        """Return bytes of an element in communication; ``auto``: the value for ``auto``."""
+        """Return the bytes of an element in communication; ``auto`` if ``sync.wire`` is
+        ``auto``."""
         return auto if self.named_format is None else self.named_format.item_bytes
 
     def reductions(self, accumulation: int) -> int:
-        """Return the number of reductions in a step of ``accumulation`` micro-batches."""
+        """Return the number of gradient reductions per step of ``accumulation`` micro-batches."""
         return 0
 
     def gradients(self, group: GroupTraffic) -> Message:
-        """Return one reduction of the gradients of ``group``."""
+        """Return the payload of one reduction of the gradients of ``group``."""
         return Message("all_reduce", 0)
 
     def parameters(self, group: GroupTraffic) -> Message:
-        """Return the exchange of the parameters of ``group``, once per `update_period` updates."""
+        """Return the payload of the exchange of the parameters of ``group``.
+
+        The exchange runs once per `update_period` updates.
+        """
         return Message("all_gather", 0)
 
     def buffer_bytes(self, sums: Sequence[int], item_bytes: int) -> int:
-        """Return bytes of the buckets in flight, in addition to the gradients.
+        """Return the bytes of communication buffers, in addition to the gradients.
 
         Args:
             sums: bytes of the gradients of each group.
@@ -206,20 +217,21 @@ class SyncMethod:
         return 0
 
     def start(self, model: ReplicatedModel) -> Started:
-        """Start on one model. Collective over the world."""
+        """Create the state of this method for one model. Collective over the world."""
         return Started(UpdateFollower(), None)
 
     def expected_gradient(
         self, values: Sequence[Tensor], cut: Sequence[Region], name: str, state: ExpectedState
     ) -> Tensor:
-        """Return the reduced gradient of a reference run in one process, for parity checks.
+        """Compute a reduced gradient in one process, for parity checks.
 
-        ``values`` are the replicas' gradients of the unsharded parameter ``name``. For the other
-        arguments see `expected_mean`.
+        ``values`` are the gradients of all replicas for the unsharded parameter ``name``. For
+        ``cut`` see `expected_mean`.
         """
         (value,) = values
         return value
 
     def expected_copy(self, updated: Tensor) -> Tensor:
-        """Return the expected value of an ``updated`` parameter on all replicas."""
+        """Return the value that all replicas have after the exchange of an ``updated``
+        parameter."""
         return updated

@@ -1,5 +1,5 @@
-"""Parameters of ``sync=diloco`` with their outer values (`OuterParameter`), and the parts of a
-model that are exchanged together (`Fragment`).
+"""Parameters of ``sync=diloco`` with their outer values (`OuterParameter`), and groups of
+parameters that are exchanged together (`Fragment`). See [Note: DiLoCo].
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from parallel2d.parallel.weights.geometry import local_part
 
 
 class OuterParameter:
-    """One parameter: the replica's values, the outer values, and the message in flight."""
+    """One parameter of the replica with its outer parameter and the mean change in flight."""
 
     def __init__(self, name: str, own: nn.Parameter, has_error_feedback: bool) -> None:
         self.name = name
         self.own = own
         wide = torch.promote_types(own.dtype, torch.float32)
         self.outer = own.detach().clone().to(wide).requires_grad_()
-        # The mean change: in flight, or received and not applied.
+        # The mean change that is in flight, or was received and is not applied yet
         self.mean: Tensor | None = None
-        # The replica's values while the model has the outer values.
+        # The replica's values while `outer_shown` replaces them by the outer values
         self._own_values: Tensor | None = None
-        # Error feedback.
+        # The error feedback
         self.residual: Tensor | None = None
         if has_error_feedback:
             self.residual = torch.zeros_like(self.outer, requires_grad=False)
 
     def change(self) -> Tensor:
-        """Return the outer parameter minus the replica's parameter, plus the error feedback."""
+        """Return the message: outer minus replica's parameter, plus the decayed error feedback."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach())
-        # With a narrower storage dtype, the rounding of the outer parameter is not a change.
+        # Round the outer parameter to the storage dtype, because `take` has rounded it too: the
+        # rounding is not a change by training.
         change = outer.to(own.dtype).to(outer.dtype) - own
         if self.residual is None:
             return change
-        # The new error feedback is known once the message is quantized.
+        # The new error feedback is computed when the message is quantized.
         return local_part(self.residual) * ERROR_FEEDBACK_DECAY + change
 
     def take(self, mix: float) -> None:
-        """Set the replica's parameter to the outer parameter, mixed with the fraction ``mix`` of
-        its own values."""
+        """Set the replica's parameter to ``mix * parameter + (1 - mix) * outer``."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach()).to(own.dtype)
         if mix == 0:
@@ -57,12 +57,12 @@ class OuterParameter:
 
     @property
     def own_values(self) -> Tensor:
-        """Values that the replica continues from, also while the model has the outer values."""
+        """The replica's parameter, also inside of `outer_shown`."""
         return self.own if self._own_values is None else self._own_values
 
     @contextmanager
     def outer_shown(self) -> Iterator[None]:
-        """Put the outer values into the model inside."""
+        """Replace the replica's parameter by the outer parameter inside of this context."""
         own = self._own_values = self.own.detach().clone()
         self.take(0.0)
         try:
@@ -77,26 +77,27 @@ class Fragment:
     """Parameters that are exchanged together."""
 
     parameters: Sequence[OuterParameter]
-    begins: int  # step of a period after which they are sent
-    sent_after: int = 0  # step after which they were last sent
-    pending: PendingMean | None = None
-    changes: list[Tensor] = field(default_factory=list)  # of this replica, while in flight
+    begins: int  # step within a period of ``sync.every`` steps in which the fragment is sent
+    sent_after: int = 0  # number of steps at the last send
+    pending: PendingMean | None = None  # the running communication
+    changes: list[Tensor] = field(default_factory=list)  # this replica's messages, while in flight
 
     @property
     def in_flight(self) -> bool:
-        """True if a mean is in flight, or received and not applied."""
+        """True if a mean change is in flight, or was received and is not applied yet."""
         return any(parameter.mean is not None for parameter in self.parameters)
 
 
 def split_in_fragments(
     units: Sequence[Sequence[str]], parameters: Mapping[str, OuterParameter], count: int
 ) -> list[list[OuterParameter]]:
-    """Split units into ``count`` fragments of similar size.
+    """Split a model into ``count`` fragments of similar size.
 
-    The largest units come first, each to the smallest fragment, so that equal layers alternate. A
-    unit that is larger than a fragment is split by parameter. Sizes count unsharded
-    parameters, so that all ranks make the same fragments. Raises `ConfigError` if ``count`` is
-    larger than the number of possible fragments.
+    ``units`` are the names of the parameters of each FSDP group. Units are assigned in order of
+    decreasing size, each to the fragment that is smallest so far, so that equal layers alternate. A
+    unit that is larger than 1 / ``count`` of the model is split into its parameters. Sizes are
+    those of unsharded parameters, so that all ranks make the same fragments. Raises `ConfigError`
+    if ``count`` is larger than the number of possible fragments.
     """
     sizes = {}
     for name, parameter in parameters.items():
@@ -115,7 +116,7 @@ def split_in_fragments(
     for size, names in sorted(pieces, key=lambda piece: -piece[0]):
         smallest = loads.index(min(loads))
         parts[smallest].extend(parameters[name] for name in names)
-        # Each size counts one more, so that parameters without elements are distributed too.
+        # Add 1 to each size, so that parameters without elements are also distributed.
         loads[smallest] += size + 1
     return parts
 
@@ -137,6 +138,6 @@ def _pieces_of_units(
             pieces.extend((each, [name]) for name, each in trained.items())
         elif trained:
             pieces.append((size, list(trained)))
-    # Parameters outside of all groups, such as those without dimensions.
+    # Parameters that belong to no FSDP group, such as parameters without dims
     pieces.extend((each, [name]) for name, each in sizes.items() if name not in in_units)
     return pieces

@@ -1,4 +1,4 @@
-"""Parts of the parameters that a replica updates with ``strategy=hybrid_full``: `OwnedParameters`.
+"""The rows of parameters that a replica updates with ``strategy=hybrid_full``: `OwnedParameters`.
 
 See [Note: split updates] in `split_updates`.
 """
@@ -30,9 +30,9 @@ from parallel2d.parallel.weights.named_tensors import equal, register_masters, s
 
 
 def rows_of_owner(rows: int, replica: int, replicas: int) -> tuple[int, int]:
-    """Return the first row and the number of the rows that ``replica`` owns of ``rows`` rows.
+    """Return the first row and the number of rows that ``replica`` owns of a tensor's ``rows``.
 
-    Each replica owns an equal number, rounded up; the last replicas own fewer rows or none.
+    Each replica owns ceil(rows / replicas) rows; the last replicas own fewer rows or none.
     """
     size = -(-rows // replicas)
     begin = min(replica * size, rows)
@@ -40,7 +40,7 @@ def rows_of_owner(rows: int, replica: int, replicas: int) -> tuple[int, int]:
 
 
 def owned_shapes(shapes: Sequence[Sequence[int]], replicas: int) -> tuple[torch.Size, ...]:
-    """Return the shapes of the rows that each of ``replicas`` owns of tensors of ``shapes``."""
+    """Return the shapes of the owned rows, for each tensor of ``shapes`` and each replica."""
     found: list[torch.Size] = []
     for first, *others in shapes:
         for replica in range(replicas):
@@ -62,14 +62,14 @@ def _refuse_unsent(parameters: Iterable[FSDPParameter]) -> None:
 
 
 class OwnedParameters(ErrorFeedback):
-    """Parts of one model's parameters that this replica updates, with their error feedback.
+    """The rows of one model's parameters that this replica updates, with their error feedback.
 
     Collective over the world.
 
     Args:
         model: the model on several replicas.
         comm_format: communication format of updated parameters; None: the storage dtype.
-        bucket_bytes: size of the pieces that are all-gathered together.
+        bucket_bytes: maximum size of parameters that are all-gathered together.
         names: see `ErrorFeedback`.
     """
 
@@ -83,23 +83,23 @@ class OwnedParameters(ErrorFeedback):
         names: Container[str],
     ) -> None:
         super().__init__(model, names)
-        # The configured number: a failed replica still owns its rows.
+        # The number in the mesh, and not of live replicas: a failed replica still owns its rows.
         self.replicas = mesh_shape(model.mesh).replicate
         self._model = model
         self._sent_dtype = None if comm_format is None else comm_format.dtype
         self._bucket_bytes = bucket_bytes
-        # The axes from the inside out: parameters are split over shard first, and replicas split
-        # the local shards. With the usual order of axes torch would need strided shards, which
-        # place rows differently if sizes do not divide.
+        # A mesh with the order of axes reversed: parameters are sharded over the shard axis first,
+        # and the local shards are then split over the replicas. With the usual order of axes torch
+        # would need `_StridedShard`, which places rows differently if sizes are not divisible.
         axes = ("tensor", "shard", "replicate")
         inside_out = ranks_of(model.mesh)[:, :, 0].permute(2, 1, 0).contiguous()
         self._mesh = DeviceMesh(model.mesh.device_type, inside_out, mesh_dim_names=axes)
-        # Cached by axes, because building a submesh takes a millisecond.
+        # Submeshes by their axes. A cache, because building a submesh takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
-        # Parameters with separate tensors for the owned rows, by name
+        # Parameters whose owned rows are separate tensors (unrounded values), by name
         self._masters: dict[str, FSDPParameter] = {}
-        # The rows of these parameters after the last exchange or adoption of writes
+        # A copy of the owned rows in the parameters, to find writes of a script; see `_take_over`
         self._seen: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class OwnedParameters(ErrorFeedback):
                 self._masters[parameter.name] = parameter
                 self._seen[parameter.name] = rows.clone()
             owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
-            # The dtype of gradients may differ from the parameter's dtype.
+            # None allows gradients whose dtype differs from the parameter's dtype.
             owned.grad_dtype = None
             self._owned[id(parameter)] = owned
             update_as(whole, owned)
@@ -151,22 +151,22 @@ class OwnedParameters(ErrorFeedback):
 
     def drop_sums(self, set_to_none: bool) -> None:
         super().drop_sums(set_to_none)
-        # Sums that are not reduced over replicas are on sharded parameters, which the optimizer
-        # does not have.
+        # Gradients that are not reduced over the replicas yet are on the sharded parameters, and
+        # the optimizer has only the owned rows.
         for group in self._model.groups:
             group.clear_gradients(set_to_none=True)
 
     def owned(self, parameter: FSDPParameter) -> nn.Parameter:
-        """Return this replica's part of ``parameter``."""
+        """Return the rows of ``parameter`` that this replica updates."""
         return self._owned[id(parameter)]
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the parts with separate tensors, by name; none if the parts are views."""
+        """Return the owned rows that are separate tensors, by name."""
         self._take_over(self._masters.values(), exactly=False)
         return {name: self.owned(parameter) for name, parameter in self._masters.items()}
 
     def masters_were_loaded(self) -> None:
-        """Send the loaded parts to all replicas. Collective."""
+        """Send the loaded rows to all replicas. Collective."""
         self._gather(list(self._masters.values()))
 
     def parameters_were_changed(self) -> None:
@@ -176,12 +176,16 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def _take_over(self, parameters: Iterable[FSDPParameter], *, exactly: bool) -> None:
-        """Adopt writes to ``parameters``. Unless ``exactly`` is True, values that changed by at
-        most a sixteenth, for example by weight decay, keep their unrounded remainder."""
+        """Copy a script's writes to ``parameters`` to the owned rows.
+
+        If ``exactly`` is False, a value that changed by at most 1/16, for example by weight decay,
+        is changed by the same difference, so that its digits beyond the rounded value are kept.
+        """
         for parameter in parameters:
             rows = as_real(self.rows(local_part(parameter.sharded), self.replica))
             seen = as_real(self._seen[parameter.name])
-            # On other devices the host would wait; fake tensors have no values.
+            # Compare only on CPU, because on other devices the host would wait. Fake tensors have
+            # no values.
             if rows.is_cpu and type(rows) is Tensor and torch.equal(rows, seen):
                 continue
             owned = as_real(local_part(self.owned(parameter)))
@@ -200,12 +204,13 @@ class OwnedParameters(ErrorFeedback):
         return equal(pairs)
 
     def _as_dtensor(self, rows: Tensor, whole: Tensor) -> DTensor:
-        """Return ``rows`` of this replica as a part of ``whole``."""
+        """Return ``rows``, the local tensor of this replica, as a `DTensor` of the shape of
+        ``whole``."""
         assert isinstance(whole, DTensor)
         names = axis_names(whole.device_mesh)
         by_axis: dict[str, Placement] = dict(zip(names, whole.placements, strict=True))
-        # Rows are split over the shard axis first, unless every rank of this axis keeps the
-        # parameter. The local shard is then split over the replicas.
+        # Rows are sharded over the shard axis first, unless the parameter is replicated over this
+        # axis. The local shard is then split over the replicas.
         by_axis["replicate"] = Shard(0)
         if not by_axis["shard"].is_replicate():
             by_axis["shard"] = Shard(0)
@@ -230,7 +235,7 @@ class OwnedParameters(ErrorFeedback):
         return local.split([rows_of_owner(rows, each, replicas)[1] for each in range(replicas)])
 
     def parts(self, parameter: FSDPParameter, gradient: Tensor) -> list[GradientPart]:
-        """Return the parts of this rank's ``gradient`` by owner."""
+        """Return the parts of this rank's ``gradient``, one part per owner."""
         found: list[GradientPart] = []
         start, row = parameter.start, math.prod(parameter.sharded.shape[1:])
         for replica, owned in enumerate(self.cut(gradient)):
@@ -239,7 +244,7 @@ class OwnedParameters(ErrorFeedback):
         return found
 
     def take_gradient(self, parameter: FSDPParameter, rows: Tensor) -> None:
-        """Add the reduced ``rows`` to the gradient of the owned part, or make them the gradient."""
+        """Add the reduced ``rows`` to the gradient of the owned rows of ``parameter``."""
         if parameter.sharded.is_complex():
             rows = torch.view_as_complex(rows)
         parameter.set_gradient(None)
@@ -259,9 +264,10 @@ class OwnedParameters(ErrorFeedback):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Exchange the updated rows between the replicas. Collective.
+        """All-gather the updated rows over the replicas. Collective.
 
-        Raises `ConfigError` for a parameter that was unfrozen and has no unrounded rows.
+        Raises `ConfigError` for a parameter that was unfrozen after `parallelize`, if the owned
+        rows must be separate tensors.
         """
         super().after_update()
         trained = []
@@ -280,13 +286,12 @@ class OwnedParameters(ErrorFeedback):
                     "rows only of trained parameters; unfreeze before"
                 )
         self._gather(trained)
-        # The optimizer has incremented the versions of the parts only.
+        # The optimizer has incremented only the versions of the owned rows.
         torch.autograd.graph.increment_version([each.sharded for each in trained])
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[FSDPParameter]) -> None:
-        """Send this replica's rows of ``parameters`` and receive the rows of the other replicas.
-        Collective."""
+        """All-gather the rows of ``parameters`` over the replicas. Collective."""
         locals_ = []
         for parameter in parameters:
             locals_.append(local_part(parameter.sharded))
@@ -310,7 +315,7 @@ class OwnedParameters(ErrorFeedback):
         locals_ = []
         for parameter in parameters:
             locals_.append(local_part(parameter.sharded))
-        # The first replica owns at least as many rows as any other.
+        # The first replica owns the most rows.
         largest = sum(as_real(self.rows(local, 0)).numel() for local in locals_)
         sent = torch.cat([as_real(rows).reshape(-1) for rows in own])
         if self._sent_dtype is not None:
@@ -326,7 +331,7 @@ class OwnedParameters(ErrorFeedback):
             targets: list[Tensor] = []
             values: list[Tensor] = []
             for replica, piece in enumerate(received.chunk(self.replicas)):
-                # Views of the owned rows already have their values.
+                # If the owned rows are views of the parameter, they already have their values.
                 if replica == self.replica and self._sent_dtype is None:
                     continue
                 rows = [as_real(self.rows(local, replica)) for local in locals_]

@@ -1,16 +1,16 @@
 """``strategy=hybrid_full``: each replica updates a part of the parameters.
 
-[Note: split updates] Each replica owns an equal number of rows of this rank's local shard of every
-parameter. The gradients of these rows are reduced to this replica (`ScatterToOwners`), the
-optimizer has only its rows (`OwnedParameters.make`), and after the optimizer's step the updated
-rows are all-gathered over the replicas (`OwnedParameters.after_update`). This sends as many bytes
-as an all-reduce of the gradients, and divides the optimizer state by the number of replicas.
+[Note: split updates] The rows of each local shard are divided equally over the replicas: each
+replica *owns* some rows, and its optimizer updates only these (`OwnedParameters.make`). Gradients
+are reduced only to the owner of their rows (`ScatterToOwners`). After the optimizer's step the
+updated rows are all-gathered over the replicas (`OwnedParameters.after_update`). This sends as many
+bytes as an all-reduce of the gradients, and the optimizer state per rank is divided by the number
+of replicas.
 
-Owned rows are views of the sharded parameters. If updates are sent in a narrower dtype, owned rows
-are separate tensors with unrounded values, and all replicas compute with rounded values. If a
-script writes to parameters, the owned rows adopt the new values: the rows of parameters are
-compared with the rows of the last exchange. Parameters are sent in 16 bits if gradients have fewer
-bits.
+By default the owned rows are views of the sharded parameters. If ``sync.wire`` rounds gradients,
+the updated parameters are sent in bf16. Then the owned rows are separate tensors with unrounded
+values, and all replicas compute with the rounded values. If a script writes to parameters, the
+writes are found by a comparison with the rows of the last exchange, and copied to the owned rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from parallel2d.parallel.weights.geometry import Region
 
 
 class SplitUpdates(EveryStep):
-    """Gradients are reduced to the replica that updates them; updated parameters are gathered."""
+    """Each replica updates a part of each parameter; see [Note: split updates]."""
 
     splits_updates = True
     _sent_back = False
@@ -66,7 +66,7 @@ class SplitUpdates(EveryStep):
         return 1
 
     def gradients(self, group: GroupTraffic) -> Message:
-        # Quantization blocks start with each owner's rows.
+        # The rows of each owner start a new quantization block.
         cut = group._replace(
             reduced_shapes=owned_shapes(group.reduced_shapes, group.replicas),
             hidden_shapes=owned_shapes(group.hidden_shapes, group.replicas),
@@ -108,7 +108,7 @@ class SplitUpdates(EveryStep):
 
     def expected_copy(self, updated: Tensor) -> Tensor:
         comm_format = self._parameter_format
-        # Parameters without dimensions are not gathered.
+        # Parameters without dims are replicated and not all-gathered.
         if comm_format is None or not updated.ndim:
             return updated
         return updated.to(comm_format.dtype).to(updated.dtype)
@@ -119,28 +119,28 @@ class _Form(NamedTuple):
 
     parameters: Sequence[FSDPParameter]
     quantized: QuantizedPart
-    lengths: Sequence[int]  # of the message to each owner
-    shapes: Sequence[torch.Size]  # rows of each parameter that this replica owns
+    lengths: Sequence[int]  # length of the message to each owner
+    shapes: Sequence[torch.Size]  # shape of the owned rows of each parameter
 
 
 @dataclass
 class ScatterToOwners(RoundedReduction):
-    """Reduction of the gradients of a bucket to the replicas that own them. All other gradients are
-    freed.
+    """Reduction of the gradients of a bucket to the owners of their rows.
 
-    As in [Note: rounded exchange], each replica sends its contributions in the bucket's format, and
-    the owner adds them in fp32 at least, in the order of the replicas. Gloo's reduce-scatter costs
-    as much as an all-reduce; an all-to-all costs half.
+    The gradients of rows that this replica does not own are freed. As in [Note: rounded exchange],
+    each replica sends its contributions in the bucket's format, and the owner adds them in fp32 or
+    wider, in the order of the replicas. This uses an all-to-all also without rounding, because
+    gloo's reduce-scatter costs twice as much.
     """
 
     residuals: OwnedParameters
 
     def start(self, bucket: Bucket) -> list[Wait]:
-        """Begin to average the owned rows of the bucket over the replicas."""
+        """Start to average the gradients of the owned rows over the replicas."""
         owners = self.residuals
         begun = list(itertools.starmap(self._form, self.by_format(bucket).items()))
-        # The messages are copies of the buffer. Its memory may be freed on the host now, but the
-        # copies may still run on the stream of the buckets.
+        # The messages are copies of the buffer, which is freed on the host here. Its memory must
+        # stay valid until the copies on the stream of the buckets have ended.
         keep_until_done(bucket.buffer())
         bucket.release()
         for parameter in bucket.trained:
@@ -166,12 +166,13 @@ class ScatterToOwners(RoundedReduction):
             metering.wait(work, self.group)
             for form, contributions in zip(forms, received.split(lengths, dim=1), strict=True):
                 mean = form.quantized.mean_of(contributions)
-                # Gradients are views of `mean`, and must not keep the receive buffer alive.
+                # Gradients are views of `mean`. If `mean` is a view of the receive buffer, copy it,
+                # so that the gradients do not keep the whole buffer alive.
                 is_received = mean.untyped_storage().data_ptr() == received_at
                 dtypes = []
                 for parameter in form.parameters:
                     dtypes.append(parameter.final_dtype.to_real())
-                # All rows are cast at once, and again for each parameter with another dtype.
+                # Cast all rows together to the widest dtype. Rows of another dtype are cast again.
                 widest = functools.reduce(torch.promote_types, dtypes)
                 mean = mean.to(widest, copy=is_received)
                 rows = form.quantized.quantizer.values(mean, form.shapes)
@@ -183,7 +184,7 @@ class ScatterToOwners(RoundedReduction):
     def _form(
         self, comm_format: CommunicationFormat, members: Sequence[tuple[FSDPParameter, Tensor]]
     ) -> tuple[_Form, Tensor]:
-        """Return the prepared ``members`` of a bucket in one format, and their flat message."""
+        """Quantize the ``members`` of a bucket with one format. Return them with their message."""
         owners = self.residuals
         # Gradients are never sent in a wider dtype than their own.
         if comm_format.item_bytes > members[0][1].itemsize:
