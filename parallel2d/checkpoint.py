@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.files.tensor_file import DTYPES, printable
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 from parallel2d.training.checkpoint import Checkpointer as Checkpointer
 from parallel2d.training.checkpoint.convert import (
     DTYPE_CHOICES,
@@ -26,7 +26,7 @@ from parallel2d.training.checkpoint.convert import (
     llama_arguments,
     open_source,
 )
-from parallel2d.training.checkpoint.manifest import Checkpoint
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.storage import find_checkpoint
 
 

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from parallel2d.base.config import DataConfig
 from parallel2d.base.config.checks import check_data
 from parallel2d.base.errors import ConfigError
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 from parallel2d.training.data import token_shards as store
 from parallel2d.training.data.prepare import folder_lock, prepare
 from parallel2d.training.data.reading import find_units

@@ -15,7 +15,7 @@ from parallel2d.base.config.composition import Composition, compose
 from parallel2d.base.config.help_page import information, show
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 
 _PURPOSE = (
     "Finds the fastest layout of the described job that fits on a cluster, and what "

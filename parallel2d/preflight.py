@@ -18,6 +18,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.config.overrides import quoted
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import FAILED, INTERRUPTED, INVALID
 from parallel2d.base.files import for_terminal
 from parallel2d.base.launcher_environment import RankIdentity, find_rank
 from parallel2d.instruments.preflight.self_check import check_runs, chosen_checks
@@ -74,7 +75,7 @@ def main(
         identity = find_rank()
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
+        return INVALID
     if identity is not None:
         return _take_part(identity, given, config)
     try:
@@ -83,9 +84,9 @@ def main(
         return _start_ranks(words, config)
     except (ConfigError, WorkersFailed) as error:
         print(f"parallel2d: on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, TrainConfig]:

@@ -15,7 +15,7 @@ from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown, page
 from parallel2d.instruments.report.runs import Run, find_runs, read_run
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 
 _MOST_RUNS = 24  # more runs cannot be distinguished on one page
 

@@ -21,7 +21,6 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.launcher_environment import find_rank
 from parallel2d.base.topology import Topology
-from parallel2d.launching.exit_codes import exit_code_of
 from parallel2d.launching.launcher import run_once, start_node, start_workers
 from parallel2d.launching.processes import (
     keep_others_from_writing,
@@ -29,6 +28,7 @@ from parallel2d.launching.processes import (
     workers_per_node,
 )
 from parallel2d.launching.rank_processes import start_server
+from parallel2d.launching.run_command import exit_code_of
 from parallel2d.rank import choose_layout, rank_main
 from parallel2d.training.run_directory.end import note_failure, objective_missing, read_objective
 from parallel2d.training.run_directory.start import discard_pending

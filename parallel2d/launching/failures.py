@@ -20,9 +20,10 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError, EndsSweep, PlainError
+from parallel2d.base.exit_codes import LOST
 from parallel2d.base.launcher_environment import RankIdentity
 from parallel2d.base.store.address import answered_within
-from parallel2d.launching.rank_processes import LOST, has_own_log
+from parallel2d.launching.rank_processes import has_own_log
 from parallel2d.training.run_directory.end import note_failure
 
 _BROKEN_CONNECTION = re.compile(

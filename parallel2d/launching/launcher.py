@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parallel2d.base.config.job import Job, LaunchConfig
+from parallel2d.base.config import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import INTERRUPTED
 from parallel2d.base.launcher_environment import JOB
 from parallel2d.base.store.secret import PUBLIC_SECRET, write_secret
 from parallel2d.launching.failures import (
@@ -155,7 +156,7 @@ def _stop_explained(
         newest = _newest_checkpoint(folder, run_dir())
         if workers.has_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
-            code = 130 if is_interrupt else workers.settings.requeue_exit_code
+            code = INTERRUPTED if is_interrupt else workers.settings.requeue_exit_code
             kept = "the other replicas continue" if workers.has_left else f"saved {newest}"
             raise Preempted(f"{what}; {kept}", code) from None
         lost = _lost_steps(workers, newest)

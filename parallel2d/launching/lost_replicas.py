@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from parallel2d.base.exit_codes import LEFT_OUT
 from parallel2d.base.launcher_environment import INCARNATION
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
-from parallel2d.base.replicas.states import LEFT_OUT
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.rendezvous_round import Round

@@ -31,9 +31,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from parallel2d.base.exit_codes import LOST
 from parallel2d.launching.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
-LOST = 255  # the exit code of a rank after the end of its server
 # Modules that the server imports. Ranks need the last two in their first step.
 PRELOADED = (
     "parallel2d.rank",

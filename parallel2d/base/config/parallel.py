@@ -282,7 +282,7 @@ class SyncConfig:
         "auto",
         "Communication format between replicas, independent of the shard axis. auto = "
         "precision.reduce with every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = "
-        "a quarter, rounded at random in blocks of 256; int4 = an eighth, with error feedback",
+        "a quarter, rounded at random, one scale per block; int4 = an eighth, with error feedback",
         choices=("auto", "fp32", "bf16", "int8", "int4"),
     )
     warmup: float | int = option(

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 
-from parallel2d.base.config import cluster, job, parallel
+from parallel2d.base.config import cluster, job, launch, parallel
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.parallel import presets
 from parallel2d.base.errors import ConfigError
@@ -36,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "checkpoint": {"default": job.CheckpointConfig()},
     "metrics": {"default": job.MetricsConfig()},
     "profile": {"default": job.ProfileConfig()},
-    "launch": {"local": job.LaunchConfig()},
+    "launch": {"local": launch.LaunchConfig()},
 }
 # The base of the files in conf/, in a separate group that offers no choices to users
 _SCHEMA_GROUP = "schema"

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import LEFT_OUT
 from parallel2d.base.replicas.communicators import BACKENDS, Communicator, Tree, lazy_gloo
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.links import Hierarchy, Link, Links
 from parallel2d.base.replicas.records import Records, as_text, from_text
-from parallel2d.base.replicas.states import LEFT_OUT, Phase, ReplicaLost, ReplicaState
+from parallel2d.base.replicas.states import Phase, ReplicaLost, ReplicaState
 
 _RECORD_POLL_S = 0.02
 

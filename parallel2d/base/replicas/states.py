@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import enum
 
-LEFT_OUT = 76  # exit code of a rank whose replica is not a member any more
-
 
 class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
     """A collective across replicas has no result, because a replica failed."""

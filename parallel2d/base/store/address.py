@@ -21,6 +21,8 @@ from parallel2d.base.errors import ConfigError
 
 _Answer = TypeVar("_Answer")
 
+DEFAULT_PORT = 29500  # of ``python -m parallel2d.launch store``, as of torchrun's c10d store
+
 # A whole cluster connects within one second. The kernel limits the value to net.core.somaxconn.
 _BACKLOG = 4096
 # Error number of a failed connection -> its message, the same on every node
@@ -42,7 +44,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not is_port or not is_host or not host.strip("[]"):
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
-            "node0:29500 or [fd00::1]:29500"
+            f"node0:{DEFAULT_PORT} or [fd00::1]:{DEFAULT_PORT}"
         )
     return host.strip("[]"), int(port)
 

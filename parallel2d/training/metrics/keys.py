@@ -1,5 +1,5 @@
-"""Names of all measurements: the keys of the rows in ``metrics.jsonl``, which are also the tags in
-TensorBoard. Does not import torch, so that reports do not need it."""
+"""TensorBoard tags of all measurements, which are also the keys of the rows in ``metrics.jsonl``.
+Does not import torch, because reports do not need torch."""
 
 from __future__ import annotations
 
