@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 
-# Each command, which is also a module of this package, with its purpose
+# Command -> its purpose. Each command is also a module of this package.
 COMMANDS = {
     "train": "train a model; its arguments are groups and keys",
     "certify": "compare a layout of train with one process, step by step",

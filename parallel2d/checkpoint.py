@@ -1,7 +1,7 @@
 """``python -m parallel2d.checkpoint inspect|verify|convert``: show, verify or convert a checkpoint.
 
-`main` is the entry point of the command. `Checkpointer` may be imported from here. A fault prints
-one message on standard error, with exit code 1.
+`main` is the entry point of the command. `Checkpointer` may be imported from here. After an error
+the command prints one message on standard error and exits with code 1.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _size(count: float) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Read every file and compare checksums; print the sound checkpoint."""
+    """Read every file and compare its checksum. If all are right, print a line about the
+    checkpoint."""
     path = find_checkpoint(options.path)
     checkpoint = Checkpoint.open(path, mapped=False)
     manifest = checkpoint.manifest
@@ -152,7 +153,8 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Write the target; print the command that trains from it, if known."""
+    """Convert the checkpoint. If the command that trains from the result is known, print this
+    command."""
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib {options.shard_gib} must be above 0")
     target_format = options.to or guess_format(options.target)
@@ -191,7 +193,8 @@ def run_convert(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Progress | None]:
-    """Show a progress bar on a terminal, nothing elsewhere."""
+    """Show a progress bar if standard error is a terminal. Yields a function that adds bytes to it,
+    otherwise None."""
     if not sys.stderr.isatty():
         yield None
         return
