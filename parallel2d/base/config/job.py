@@ -294,9 +294,9 @@ class TrainConfig:
 
     @property
     def replicas_survive(self) -> bool:
-        """True if training may continue without a failed replica. Each replica has the full state,
-        except for its error feedback. If replicas split updates, the survivors wait for the failed
-        replica."""
+        """True if a failed replica does not force all ranks to restart. The other replicas continue
+        without it, because each replica has the full state except for error feedback. If replicas
+        split updates, the others wait for the failed replica."""
         certifies = self.train.certify or self.train.certify_only
         return self.strategy.placement.replicates and not certifies
 
@@ -355,10 +355,10 @@ class Job:
     config: TrainConfig  # checked
     run_dir: str
     overrides: tuple[str, ...]  # of the command line
-    restarted: bool = False  # these workers replace others of the same job
+    restarted: bool = False  # these workers replace ended workers of the same job
     label: str = ""  # distinguishes jobs that print to one terminal
     records: str = ""  # folder of the run directory for Hydra's records of a pending start
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by the objective of this job
-    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as failed
+    # Sizes of the mesh axes over all nodes, if the job may train with missing nodes; otherwise None
     sizes: Mapping[str, int] | None = None

@@ -75,8 +75,8 @@ class LaunchConfig:
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises
-        `ConfigError` for other values."""
+        """The smallest and the largest number of nodes: (4, 4) for ``nnodes=4``, and (2, 4) for
+        ``2:4``. Raises `ConfigError` for other values."""
         low, colon, high = str(self.nnodes).partition(":")
         if not colon:
             high = low

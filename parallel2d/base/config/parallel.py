@@ -56,8 +56,8 @@ PLACEMENTS = {
     "hybrid_full": Placement(True, True, True, True),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
-# strategy=auto: chosen by the planner before ranks build anything. precision=auto and compile=auto:
-# chosen by the train command for the device.
+# For strategy=auto, the planner chooses the layout before the ranks build the model. For
+# precision=auto and compile=auto, the train command chooses the value for the device.
 AUTOMATIC = "auto"
 
 
@@ -88,7 +88,7 @@ class StrategyConfig:
 
 @dataclass
 class BucketingConfig:
-    """Groups of parameters that share one collective.
+    """Groups of parameters; the parameters of a group share one collective.
 
     With ``layer`` each module that owns parameters is a group (most calls, least memory). With
     ``block`` each repeated block is a group, and the root group holds all other parameters.
@@ -323,7 +323,8 @@ class SyncConfig:
         """Return a copy without ``bucket_mib=auto``."""
         if self.bucket_mib != AUTOMATIC:
             return self
-        # Between GPUs on the network, small messages take as long as larger messages.
+        # Buckets are larger for GPUs: over the network, small messages take as long as larger
+        # messages.
         on_device = device_type not in ("", "cpu")
         return dataclasses.replace(self, bucket_mib=25.0 if on_device else 4.0)
 

@@ -54,8 +54,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def initialized(config_dir: str | None = None) -> Iterator[Any]:
-    """Initialize Hydra with the package's configuration on its search path, followed by
-    ``config_dir``, as on Hydra's command line. Raises `ConfigError` unless ``config_dir`` is a
+    """Context in which Hydra is initialized. Its search path has the configuration of the package
+    and ``config_dir``, as on Hydra's command line. Raises `ConfigError` if ``config_dir`` is not a
     folder."""
     register()
     search_path = create_config_search_path("pkg://parallel2d.conf")
