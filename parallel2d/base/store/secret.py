@@ -40,8 +40,8 @@ def read_secret(path: str) -> str:
     """Read the secret from a file.
 
     Raises:
-        ConfigError: if the file is not regular, or if other users can read it. A file of another
-            owner, such as root, may be readable by a group.
+        ConfigError: if the file is not regular, if neither this user nor root owns it, or if other
+            users can read it. If root owns it, a group may read it.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
