@@ -16,7 +16,7 @@ class Phase(enum.Enum):
     STARTING = enum.auto()  # the ranks are not divided into replicas yet
     BUILDING = enum.auto()  # replicas are known, but a failed rank still ends all ranks
     BETWEEN_STEPS = enum.auto()  # collectives are repeated until all live ranks have the result
-    IN_STEP = enum.auto()  # collectives may have no result; then the step is repeated
+    IN_STEP = enum.auto()  # collectives may have no result; the step is then repeated
     ENDING = enum.auto()  # the job is done, or the other replicas continue without this replica
 
 
