@@ -207,7 +207,7 @@ def saved_name(name: str, adapter: str, bias: str = "none") -> str | None:
 
 
 def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Map each adapter to its configuration as plain values; empty for a model without adapters."""
+    """Return adapter name -> configuration as JSON values; empty for a model without adapters."""
     found: dict[str, dict[str, Any]] = {}
     for name, settings in _adapters_in(model).items():
         found[name] = plain_settings(settings)

@@ -204,7 +204,7 @@ def synchronize(device_type: str) -> None:
 
 
 def empty_cache(device_type: str) -> None:
-    """Return memory that the allocator holds unused to the device."""
+    """Return unused memory from torch's allocator to the device."""
     if device_type != "cpu":
         _module(device_type).empty_cache()
 

@@ -233,8 +233,8 @@ def process_group(
     together: int | None = None,
     replica_backend: str = "gloo",
 ) -> Iterator[Runtime]:
-    """Set up the process group on a store, and tear it down at the end; see `setup`. At the end the
-    ranks wait for each other, except after an exception.
+    """Context with a process group that uses ``store``; see `setup`. At the end the ranks wait for
+    each other, except after an exception, and the group is destroyed.
 
     Args:
         together: number of ranks that start together if replicas may fail; otherwise None.
@@ -296,7 +296,8 @@ def _join(
 
 
 def _choose_device(identity: RankIdentity) -> torch.device:
-    """Return this rank's device. Raises `ConfigError` as `device.choose_device`."""
+    """Return the device of this rank. The errors of `device.choose_device` also name the rank and
+    the host."""
     try:
         return devices.choose_device(identity.local_rank)
     except ConfigError as error:
@@ -338,8 +339,8 @@ def _leave(wait_s: float) -> None:
 
 
 def _await_leaving(timeout: timedelta) -> None:
-    """Wait until all ranks have called this function. Rank 0, which may host the store, leaves
-    last."""
+    """Wait until all ranks have called this function. Rank 0 returns last, because it may serve the
+    store."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     try:

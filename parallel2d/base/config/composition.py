@@ -162,8 +162,9 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
 
 
 def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return the chosen values as plain data, with ``???`` for required values, and the choices of
-    each group. Values are not checked, and overrides with several values for a sweep are omitted.
+    """Return the composed values as dicts and lists, with ``???`` for required values, and the
+    choices of each group. Values are not checked. Overrides with several values for a sweep are
+    omitted.
 
     Raises:
         ConfigError: for overrides that do not compose.

@@ -148,7 +148,7 @@ def _read(
             # Every choice of a sweep has the same keys.
             if not unknown and not is_sweep:
                 chosen.append(f"{key}={text}")
-        # Hydra checks its section itself.
+        # Hydra checks the keys of the section hydra.
         elif not key.startswith("hydra"):
             values.append(override)
     return wrong, chosen, values
@@ -203,7 +203,7 @@ def _value_problem(
     except OmegaConfBaseException:
         parent, _, last = key.rpartition(".")
         container = OmegaConf.select(base, parent) if parent else base
-        # A mapping that may hold anything has no fields.
+        # A mapping without a schema has no fields.
         fields = getattr(OmegaConf.get_type(container), "__dataclass_fields__", {})
         expected = allowed(fields[last]) if last in fields else "of another type"
         return f"{key}={value} must be {expected}"

@@ -113,8 +113,8 @@ OPTIMIZERS = {
 
 @dataclass
 class SchedulerConfig:
-    """The learning rate as a function of the step: linear warm-up, then the named shape down to
-    ``floor`` · lr."""
+    """The learning rate as a function of the step: linear warm-up, then the named schedule, which
+    ends at ``floor`` · lr."""
 
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = option(0, "Steps in which the learning rate rises to optimizer.lr", min=0)
@@ -128,7 +128,7 @@ class SchedulerConfig:
 
 @dataclass
 class StopConfig:
-    """End the run, saved and with exit code 0, when a metric has stopped improving."""
+    """Stop when a metric no longer improves: the run saves and ends with exit code 0."""
 
     metric: str | None = option(None, "Metric that must improve, also of a hook; null: never stop")
     patience: int = option(5, "Measurements in a row that may be no better", min=1, needs="metric")
@@ -219,8 +219,8 @@ class ProfileConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints: interval, retention, and the checkpoint to resume from. Once per save the loop
-    waits for a copy to CPU memory, and not for the write."""
+    """Checkpoints: interval, retention, and the checkpoint to resume from. For each save, the loop
+    waits for a copy to CPU memory. It does not wait for the write."""
 
     enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
     every: int = option(100, "Steps between saves, most that a crash loses; 0: not by steps", min=0)
@@ -349,8 +349,8 @@ def with_tokens_per_batch(config: TrainConfig) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One composed job: its checked configuration, its run directory, and the command-line
-    overrides that it was started with."""
+    """A composed job: its checked configuration, its run directory, and the overrides of its
+    command line."""
 
     config: TrainConfig  # checked
     run_dir: str

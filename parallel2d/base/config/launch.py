@@ -12,8 +12,8 @@ from parallel2d.base.exit_codes import PREEMPTED
 
 @dataclass
 class LaunchConfig:
-    """Start of workers without torchrun or srun, on this machine or on every node that runs the
-    same command."""
+    """Settings of the launcher, which starts ranks without torchrun or srun: on this machine, or on
+    every node that runs the same command."""
 
     nproc_per_node: int | str = option("auto", "Ranks of a node; auto: one per GPU, else 4", min=1)
     nnodes: int | str = option(

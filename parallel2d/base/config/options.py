@@ -1,5 +1,5 @@
-"""Fields of a configuration with help text and constraint: `option`. `field_problems` checks every
-field of a tree of dataclasses against its constraint."""
+"""Dataclass fields with a help text and a constraint: `option`. `field_problems` checks every field
+of nested dataclasses."""
 
 from __future__ import annotations
 

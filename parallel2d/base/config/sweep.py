@@ -111,7 +111,8 @@ def _run_job(
     """Run one job of a sweep, in the process that Hydra's launcher chose. ``numbers``: run
     directory -> number of its job, for the jobs of this process."""
     settings = HydraConfig.get()
-    # A launcher of a plugin may run several jobs at once.
+    # A launcher from a plugin may run several jobs at the same time, so a label distinguishes their
+    # output.
     label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
     is_judged = not _is_own(settings.sweeper)
     try:

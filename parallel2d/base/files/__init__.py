@@ -39,7 +39,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError as `regular`."""
+    """Open a regular file for reading. Raises OSError as `regular` does."""
     return open(path, "rb", opener=regular)
 
 

@@ -95,14 +95,15 @@ def folder_of(process: int, place: str) -> str:
 def remove(path: str) -> None:
     """Remove a launcher's folder, if it exists, and the parent folder if it is empty."""
     shutil.rmtree(path, ignore_errors=True)
-    # rmdir refuses a parent that still holds folders of other launchers.
+    # rmdir fails if the parent still has folders of other launchers.
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
 
 
 def process_identity(process: int) -> str:
-    """Return ``MACHINE/PROCESS-START``: the start of the machine with its process-id namespace, and
-    the process with its start time. No other process has the same identity."""
+    """Return the identity ``MACHINE/PROCESS-START`` of a process. MACHINE has the boot id of the
+    machine and the process-id namespace; PROCESS-START has the process id and the start time. No
+    other process has the same identity."""
     machine = "unknown"
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -134,7 +134,7 @@ class Gloo:
 
 class Tree(Gloo):
     """All-reduces on CPU over a binary tree of the members. Each edge of the tree is a gloo group
-    of two ranks, so a rank holds at most three connections, whatever the number of members."""
+    of two ranks. A rank therefore has at most three connections for any number of members."""
 
     def connect(
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]

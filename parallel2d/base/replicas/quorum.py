@@ -28,7 +28,8 @@ _RECORD_POLL_S = 0.02
 
 
 class Quorum:
-    """The live replicas, as this rank knows them. All ranks of a replica make the same calls.
+    """The live replicas, as far as this rank has read the events. All ranks of a replica must make
+    the same calls.
 
     Args:
         together: number of ranks that start together.
@@ -323,7 +324,7 @@ class Quorum:
         self.phase, self.state = Phase.BETWEEN_STEPS, ReplicaState.MISSING
 
     def complete_join(self, members: Collection[Member]) -> None:
-        """Count ``members``, possibly with this replica, as replicas with the state."""
+        """Mark ``members`` as replicas with the complete state. This replica may be one of them."""
         self.joined = [each for each in self.joined if each not in members]
         if self.own in members:
             self.state = ReplicaState.COMPLETE
@@ -405,7 +406,8 @@ class Quorum:
         return self._result.clone() if has_missed_result else None
 
     def regroup_all(self, least: int) -> None:
-        """Form a quorum of at least ``least`` replicas, which all load a checkpoint afterwards."""
+        """Form a quorum of at least ``least`` replicas. All its replicas must then load a
+        checkpoint."""
         self.regroup(admit=True, least=least)
         self.synchronized = self.epoch
 

@@ -118,7 +118,7 @@ class Across(_LastingBackend):
         return self._start("all_gather_single", output, own, opts)
 
     def all_to_all_single(self, output: Any, own: Any, *more: Any) -> Any:
-        """All-to-all of tensors with one part for each live replica."""
+        """All-to-all in which the tensors have one block of rows for each live replica."""
         return self._start("all_to_all_single", output, own, *more)
 
     def barrier(self, opts: Any) -> Any:

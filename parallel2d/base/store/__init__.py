@@ -1,8 +1,8 @@
 """Authenticated key-value store for ranks and nodes that have the job's secret.
 
-`server` holds the keys, and `client` is a `torch.distributed.Store`. `address` resolves the address
-of the server, `secret` reads the secret of a job, `channel` authenticates connections and seals
-frames. Only the client needs torch.
+The module `server` stores the keys, and `client` has a `torch.distributed.Store`. `address`
+resolves the address of the server, and `secret` reads the secret of a job. `channel` authenticates
+connections and frames. Only the client needs torch.
 
 [Note: mutual authentication] torch's own store needs no password, and its values decide which code
 a job runs. In this store, both ends of a connection first prove that they have the job's secret.

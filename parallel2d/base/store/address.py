@@ -23,7 +23,8 @@ _Answer = TypeVar("_Answer")
 
 DEFAULT_PORT = 29500  # of ``python -m parallel2d.launch store``; torchrun has the same default
 
-# A whole cluster connects within one second. The kernel limits the value to net.core.somaxconn.
+# All nodes of a cluster may connect within one second. The kernel limits the value to
+# net.core.somaxconn.
 _BACKLOG = 4096
 # Error number of a failed connection -> its message, the same on every node
 _FAILURES: dict[int | None, str] = {
@@ -74,7 +75,8 @@ def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]
 
 
 def owns_address(host: str) -> bool:
-    """True if an address of ``host`` belongs to this network namespace. Raises as `resolve`."""
+    """True if an address of ``host`` belongs to this network namespace. Raises `ConfigError` if the
+    name does not resolve."""
     for family, _, address in resolve(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
             attempt.bind(address)

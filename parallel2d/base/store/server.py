@@ -83,8 +83,8 @@ class StoreServer:
     def at(
         cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None
     ) -> StoreServer:
-        """Start a server on one address of this machine. ``port``: 0 for a free port. Raises as
-        `bind`."""
+        """Start a server on one address of this machine. ``port``: 0 for a free port. Raises
+        `ConfigError` as `bind` does."""
         listener, numeric = bind(host, port)
         return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
 
@@ -139,7 +139,8 @@ class StoreServer:
         return False
 
     def _expire(self) -> float:
-        """End overdue connections and waits; return the seconds until the next deadline."""
+        """Drop connections whose proof is overdue, and answer requests whose timeout is over.
+        Return the seconds until the next deadline."""
         now = time.monotonic()
         # The entries are in the order of arrival, so the first deadline is the earliest.
         while self._unproven and next(iter(self._unproven.values())) <= now:
@@ -192,7 +193,8 @@ class StoreServer:
 
     @contextlib.contextmanager
     def _guarded(self, peer: _Peer) -> Iterator[None]:
-        """Context that ends only this connection after an error with it."""
+        """Context for work on one connection. After an error it drops this connection, and the
+        server continues."""
         try:
             yield
         except BlockingIOError:

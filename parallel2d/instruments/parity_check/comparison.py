@@ -159,7 +159,7 @@ class StepComparison:
             for each in records:
                 regions.add(each.held["weights"][name][1])
             in_order = sorted(regions, key=lambda region: region.offsets)
-            # Ranks without elements of the parameter hold no shard.
+            # A rank without elements of the parameter has no shard.
             self._run.sync.cuts[name] = [each for each in in_order if each.numel]
 
     def compare(

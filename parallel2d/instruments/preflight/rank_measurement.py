@@ -152,7 +152,7 @@ class RankMeasurement:
         return all_gather(2 * size**3 / self._seconds_of(lambda: left @ right))
 
     def _collectives(self, axis: str) -> list[CollectiveSample]:
-        """Measure the collectives of training on all groups of ``axis`` at once."""
+        """Measure the collectives of training on all groups of ``axis`` at the same time."""
         group, place, found = group_of(self._mesh, axis), self._places[axis], []
         for name, call in _COLLECTIVES.items():
             for size in self._sizes:
