@@ -169,9 +169,9 @@ def counts(all_gathers: int, reduce_scatters: int, all_reduces: int):
     return function
 
 
-check("thunder", "fsdp(")(counts(6, 3, 0))
-check("FullySharded", "auto_wrap_policy", "lambda_auto_wrap_policy")(counts(6, 3, 1))
-check("fully_shard", "for block in", "reshard_after_forward=True")(counts(6, 3, 1))
+check("thunder", "fsdp(")(counts(5, 3, 0))
+check("FullySharded", "auto_wrap_policy", "lambda_auto_wrap_policy")(counts(5, 3, 1))
+check("fully_shard", "for block in", "reshard_after_forward=True")(counts(5, 3, 1))
 check("fully_shard", "reshard_after_forward=False")(counts(3, 3, 1))
 
 

@@ -168,7 +168,10 @@ def unreadable(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arguments": {"kind": "generator"}}, "returned generator, which can be read once"),
+        (
+            {"arguments": {"kind": "generator"}},
+            "returned generator, which cannot be iterated more than once",
+        ),
         ({"arguments": {"kind": "empty"}}, "has no sample in its first shard"),
         ({"arguments": {"kind": "objects"}}, "its samples cannot be collated"),
         ({"epochs": 2}, "data=stream has no length: omit train.epochs or data.epochs=2"),

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration, in the order of their dependencies.
+"""Builds the components of a run from its configuration, in the order of their dependencies.
 
 `check` runs the checks that need only one process, so that an invalid job ends before any worker
 starts; `build_trainer` builds everything on a rank.
@@ -83,7 +83,7 @@ def check(config: TrainConfig, topology: Topology) -> None:
     parts = build_model(config.model)
     check_parameters(parts.module)
     plan_groups(parts.module, config.optimizer)
-    # The layout is checked before data are prepared, which may take long.
+    # The layout is checked before the data, because preparing data may take long.
     sample = token_sequences(config.train.seq_len)
     lay_out(config, parts, shape, batches, sample, device_type)
     name_of_head(config, parts)
@@ -102,9 +102,9 @@ def lay_out(
     device_type: str,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Return the layout of the job for these axis sizes. The same layout is checked before ranks
-    start, trained, and planned. ``mesh``: as in `resolve`. Raises `ConfigError` for invalid
-    settings."""
+    """Return the layout of the job for the axis sizes in ``shape``. The check before the start, the
+    training and the planner all use this function, so they have the same layout. ``mesh``: as in
+    `resolve`. Raises `ConfigError` for invalid settings."""
     workload = Workload(
         batches.micro_batch_size,
         batches.accumulation,
@@ -133,7 +133,7 @@ def build_trainer(
     job.
 
     Args:
-        quiet: write and show nothing.
+        quiet: True to write no files and show nothing on the console.
         hooks: called after the hooks of ``train.hooks``.
     """
     config, device, topology = job.config, runtime.device, runtime.topology
@@ -144,7 +144,7 @@ def build_trainer(
         replicas.needs_all = config.strategy.placement.splits_updates
     # Tensor ranks of one data rank draw the same numbers, so that their dropout masks agree.
     seed_everything(config.train.seed + data_coordinate(mesh), config.train.deterministic)
-    # A restart may have another number of ranks, which need not divide the batch.
+    # After a restart the number of ranks may differ, and may not divide the global batch evenly.
     pad = job.restarted or config.launch.elastic
     plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
     parts = build_model(config.model)
@@ -173,7 +173,7 @@ def build_trainer(
         job = dataclasses.replace(job, config=config)
         plan = plan_batches(config, shape, data_coordinate(mesh), pad=pad)
         with preserve_rng_states():
-            # The other module is sharded already.
+            # `lay_out` needs a model on meta, and the first module is already sharded.
             parts = build_model(config.model)
         layout = lay_out(config, parts, shape, plan, data.train.shape, device.type, mesh)
         facts = describe_run(job, runtime, mesh, data, parts, layout, writes)
@@ -205,14 +205,14 @@ def build_trainer(
         replicas=replicas,
         take_roles=functools.partial(_take_roles, job, facts),
     )
-    if comes_back:  # the other replicas have the state
+    if comes_back:  # this replica receives its state from the other replicas
         trainer.recorder.begin(0)
         return trainer
     restored = checkpointer.restore(restarted=job.restarted, begin=False)
     if restored is not None:
         check_position(restored, data, config)
         trainer.load_state_dict(restored)
-    # If the run has already ended, the records of the last start that trained are kept.
+    # If the run has already ended, the records of earlier starts stay unchanged.
     if not quiet and trainer.has_steps():
         _begin_records(job, facts, trainer, first=runtime.is_first)
     else:
@@ -224,7 +224,7 @@ def build_trainer(
 def _shard(
     config: TrainConfig, parts: ModelParts, layout: Layout, mesh: DeviceMesh, topology: Topology
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model on its layout, with values, and its optimizer. Collective."""
+    """Return the parallelized model with initialized weights, and its optimizer. Collective."""
     source = WeightSource(
         parts.module,
         seed=config.train.seed,
@@ -237,8 +237,9 @@ def _shard(
     optimizer = build_optimizer(model, config.optimizer)
     if (decay := config.train.ema) is not None:
         average = EMAWeights(model)
-        # Registered after the exchange between replicas, which `build_optimizer` has registered:
-        # hooks run in this order, and the EMA weights must average the exchanged weights.
+        # This hook is registered after the hook of `build_optimizer` that exchanges weights between
+        # replicas. Hooks run in the order of registration, and the EMA must average the exchanged
+        # weights.
         optimizer.register_step_post_hook(lambda *_: average.update(decay))
     return model, optimizer
 
@@ -253,8 +254,8 @@ def _probe(
     runtime: Runtime,
     plan: BatchPlan,
 ) -> tuple[int, str]:
-    """Return the micro-batch size for ``train.memory_gib``, and a line for the header. Collective;
-    a replica that rejoins takes the size of the other replicas."""
+    """Return the micro-batch size for ``train.memory_gib``, and a line for the header. Collective,
+    except in a restarted replica, which takes the size of the other replicas."""
     replicas = current()
     key = "micro_batch_size"
     if replicas is not None and replicas.incarnation > 0:
@@ -277,7 +278,8 @@ def _probe(
 
 
 def _facts_of_checkpoint(config: TrainConfig, facts: RunFacts, model: nn.Module) -> dict[str, Any]:
-    """Return the facts for exports to other formats: the model's configuration, its tokenizer."""
+    """Return the facts for the manifest of a checkpoint, with the model's configuration, tokenizer
+    and adapters for exports to other formats."""
     tokenizer = {"path": config.data.tokenizer, "end_token": config.data.end_token}
     record = {**facts.record(), "model": dataclasses.asdict(config.model), "tokenizer": tokenizer}
     if adapted := settings_of(model):
@@ -298,8 +300,8 @@ def _take_roles(job: Job, facts: RunFacts, trainer: Trainer) -> None:
 
 
 def _begin_records(job: Job, facts: RunFacts, trainer: Trainer, *, first: bool) -> None:
-    """Replace the run's records by records of this start. Called after all checks that may refuse
-    the start. Collective."""
+    """Take over the run directory for this start, and begin its checkpoints and metrics there.
+    Called after all checks that may refuse the start. Collective."""
     finished, recorder = trainer.progress.step, trainer.recorder
     number, not_before = 1, 0.0
     if first:
@@ -326,7 +328,7 @@ def _log_new_rate(
         schedule, lr = SchedulerConfig(**before["scheduler"]), before["optimizer"]["lr"]
         old = learning_rate(step, before["train"]["steps"], lr, schedule)
         is_same = math.isclose(now * lr, old * config.optimizer.lr)
-    except (KeyError, TypeError, ValueError):  # a record of another version
+    except (KeyError, TypeError, ValueError):  # written by another version of parallel2d
         return
     if not is_same:
         recorder.log(
@@ -345,8 +347,8 @@ def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> Ch
 
 
 def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:
-    """Return this data rank's share of every global batch. ``pad``: sizes need not divide evenly,
-    because the number of ranks differs from the first start."""
+    """Return this data rank's share of every global batch. ``pad``: True if the number of ranks may
+    differ from the first start, so that it may not divide the global batch evenly."""
     return BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

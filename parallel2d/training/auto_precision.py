@@ -1,8 +1,8 @@
-"""The dtype for ``precision=auto``, chosen by the device: `resolved`.
+"""The dtype for ``precision=auto``, chosen for the device: `resolved`.
 
 Training, the planner and the parity check call `resolved` once, on the composed configuration, so
-that later code never sees ``auto``. On a CPU the result is fp32. (``compile=auto`` is resolved with
-the layout, which has the blocks.)
+that later code never sees ``auto``. On a CPU the result is fp32. (``compile=auto`` is resolved
+later, because it depends on the blocks in the layout.)
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from parallel2d.base.exchange import all_gather
 
 
 def resolved(config: TrainConfig, *, fast_bf16: bool) -> TrainConfig:
-    """Return ``config`` with the precision that ``auto`` stands for: bf16 with gradients that are
-    reduced in fp32, else fp32. Other keys of the section keep their values.
+    """Return ``config`` with a concrete precision in place of ``auto``: bf16 with gradient
+    reduction in fp32 if ``fast_bf16``, otherwise fp32. If the user has changed
+    ``precision.storage`` or ``precision.param``, the name becomes fp32 and these keys keep their
+    values.
 
     Args:
         fast_bf16: True if all devices compute matrix products in bf16 faster than in fp32.
@@ -34,12 +36,14 @@ def resolved(config: TrainConfig, *, fast_bf16: bool) -> TrainConfig:
 
 
 def resolved_here(config: TrainConfig) -> TrainConfig:
-    """Return `resolved` for the accelerator of this process, or for the CPU without one."""
+    """Return `resolved` for the accelerator of this process, or for the CPU if it has no
+    accelerator."""
     return resolved(config, fast_bf16=has_fast_bf16(accelerator_type()))
 
 
 def resolved_on_ranks(config: TrainConfig) -> TrainConfig:
-    """Return `resolved` for the accelerators of all ranks, the same on each. Collective."""
+    """Return `resolved` for the accelerators of all ranks, with the same result on each rank.
+    Collective."""
     return resolved(config, fast_bf16=all(all_gather(has_fast_bf16(accelerator_type()))))
 
 

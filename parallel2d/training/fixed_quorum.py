@@ -1,8 +1,8 @@
-"""The quorum of each step of a `Trainer` whose replicas may not fail: `FixedQuorum`. It has the
-methods of `membership.StepQuorum`, the quorum of a job whose replicas may fail.
+"""`FixedQuorum`: the quorum of a `Trainer` in a job in which no replica may fail. It has the same
+methods as `membership.StepQuorum`, the quorum of a job whose replicas may fail.
 
-`start_step` returns the part of this rank in the global batch. `should_commit`, called after the
-status all-reduce, returns True if the trainer may update, and False if it must repeat the step.
+`start_step` returns this rank's share of the global batch. `should_commit`, called after the status
+all-reduce, returns True if the trainer may update, and False if it must repeat the step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from parallel2d.training.progress import StepOutcome
 
 @dataclass(frozen=True)
 class Assignment:
-    """The part of this rank in the global batch of a step."""
+    """The assignment of this rank in a step: its share of the global batch, and the state to
+    load."""
 
     plan: BatchPlan
-    """Its part of each global batch; the part of another replica if this replica computes
-    nothing."""
+    """This rank's share of each global batch. If this replica computes nothing, it is the share of
+    another replica."""
     data_ranks: int
     """Number of data ranks whose gradients are averaged."""
     computes: bool = True
     """False while this replica receives the state; its gradients are zeros."""
     received: Mapping[str, Any] | None = None
-    """The values of `Trainer.shared_state` that this replica has received and must load."""
+    """The `Trainer.shared_state` of the donor, which this replica has received and must load."""
     rolled_back: Mapping[str, Any] | None = None
     """The state of a checkpoint that the trainer must load. Its tensors are loaded already."""
     note: str = ""
@@ -44,10 +45,11 @@ def assign(
     shards: int,
     shard: int,
 ) -> BatchPlan:
-    """Return the part of one rank in each global batch that ``members`` divide.
+    """Return one rank's share of each global batch, which is divided among the replicas
+    ``members``.
 
     Args:
-        plan: any plan of the same global batches, for the batch sizes.
+        plan: a plan with the same global batch size and micro-batch size.
         own: the replica of the rank.
         shards: number of data ranks of a replica.
         shard: position of the rank on the shard axis.
@@ -62,7 +64,7 @@ def assign(
 
 
 class FixedQuorum:
-    """The quorum of a job in which no replica may fail: the same in every step."""
+    """The quorum of a job in which no replica may fail. It is the same in every step."""
 
     needs_all = is_ready = False
     lost_s = total_lost_s = 0.0

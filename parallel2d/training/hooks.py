@@ -1,10 +1,11 @@
-"""User code that the trainer calls: `Hook`, the view of the run for its methods (`RunView`), their
-result (`HookResult`), and the calls (`HookCalls`).
+"""User code that the trainer calls: `Hook`. The methods of a hook receive a `RunView` and may
+return a `HookResult`. `HookCalls` calls the hooks of a run.
 
-[Note: hooks on every rank] Every rank calls every method at the same points, but only this rank
-knows the result or the exception of its call. With hooks, one exchange per step distributes both,
-so that all ranks save, stop or fail together. The result of ``save``, which runs between two
-exchanges, is sent with the next exchange.
+[Note: hooks on every rank] Every rank calls each method of a hook at the same points of the loop.
+The result or exception of a call is first known only on the rank that made the call. If a run has
+hooks, one all-gather per step distributes the results and exceptions, so that all ranks save, stop
+or fail together. `Hook.row` and `Hook.save` run after this all-gather, so their exceptions are sent
+with the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from parallel2d.training.loss.model_loss import logits_in
 from parallel2d.training.metrics import keys
 
 _KEY = "train.hooks"
-# Names that the trainer uses in rows, which are not available to metrics of hooks
+# Names of the trainer's own metrics, which hooks must not use
 _TAKEN = {value for value in vars(keys).values() if isinstance(value, str)}
 _TAKEN_GROUPS = (
     *("comm/", "goodput/", "memory/", "rank/", "replicas/", "sync/", "throughput/", "time/"),
@@ -43,7 +44,7 @@ _TAKEN_GROUPS = (
 
 @dataclass(frozen=True)
 class RunView:
-    """A view of the run for hooks, which must not change it."""
+    """The objects and facts of a run that hooks may read. Hooks must not change them."""
 
     config: TrainConfig
     model: nn.Module  # sharded: its parameters are this rank's local shards
@@ -52,8 +53,10 @@ class RunView:
     device: torch.device
     rank: int
     run_dir: str
-    tokenizer: tuple[str, str]  # of the data, with its fingerprint; empty strings without one
-    # Both write to the console and to ``train.log``. All ranks may call them; only rank 0 writes.
+    # Name and fingerprint of the data's tokenizer; empty strings if the data have none
+    tokenizer: tuple[str, str]
+    # Functions that write to the console and to ``train.log``. All ranks may call them, but only
+    # rank 0 writes.
     say: Callable[[str], None]  # a line for users
     show_text: Callable[[str, str, int], None]  # (tag, text, step); also in TensorBoard
 
@@ -65,10 +68,10 @@ class RunView:
 
 @dataclass(frozen=True)
 class HookResult:
-    """The result of a hook's method. A request of one rank is enough."""
+    """The result of a hook's method. The run saves or stops if at least one rank requests it."""
 
-    # A number: the result is the mean over the ranks that returned a number. A pair (sum, count):
-    # the sum over all ranks is divided by the count over all ranks.
+    # Values by name. A number is averaged over the ranks that returned a number. Pairs (sum, count)
+    # of all ranks give the total sum divided by the total count.
     metrics: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False  # save a checkpoint after this step
     stop: str | None = None  # the reason to end the run after this step, with a checkpoint
@@ -85,18 +88,20 @@ class Hook:
 
     Attributes:
         collective: True if methods run collectives, for example a forward of a sharded model. An
-            exception in one of them ends this rank at once, because the other ranks wait in that
-            collective and not in the exchange of errors.
+            exception in a method then ends this rank immediately: the other ranks wait in the
+            collective of the hook, and cannot receive the error.
     """
 
     collective = False
 
     def start(self, run: RunView, step: int) -> Returned:
-        """Called before the first step of this process, after ``step`` finished steps: 0, or the
-        steps of the resumed or restarted run. The result counts in the first step."""
+        """Called before the first step of this process. ``step`` is the number of finished steps,
+        which is 0 in a new run. The trainer handles the result with the results of the first
+        step."""
 
     def step(self, run: RunView, step: int, metrics: Mapping[str, float]) -> Returned:
-        """Called after step ``step``, before it is saved and recorded.
+        """Called after step ``step``, before a checkpoint of this step is saved and its metrics row
+        is written.
 
         Args:
             metrics: ``loss``, ``grad_norm``, ``learning_rate``, ``tokens``, ``samples`` and
@@ -115,15 +120,15 @@ class Hook:
         """Called after the checkpoint of ``step`` was published at ``path``."""
 
     def end(self, run: RunView, step: int, reason: str) -> None:
-        """Called after the last step of this process, when everything is saved; not called after an
-        error. ``reason``: ``finished``, ``preempted``, or the reason of an early stop."""
+        """Called after the last step and the last save of this process. Not called after an error.
+        ``reason``: ``finished``, ``preempted``, or the reason of an early stop."""
 
 
 @dataclass(frozen=True)
 class AgreedResult(HookResult):
     """The combined result of the hooks of all ranks in a step, equal on every rank."""
 
-    saved: bool = False  # True if every rank passed True
+    saved: bool = False  # True if every rank passed ``saved=True`` to `HookCalls.step`
 
 
 def check_hooks(entries: Sequence[Any]) -> None:
@@ -182,20 +187,20 @@ def _entry(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 class HookCalls:
-    """Calls the methods of ``hooks`` and exchanges their results; see [Note: hooks on every rank].
-    Without hooks, no exchange runs."""
+    """Calls the methods of ``hooks`` and all-gathers their results; see
+    [Note: hooks on every rank]. Without hooks, `start` and `end` do nothing."""
 
     def __init__(self, hooks: Sequence[Hook], run: RunView) -> None:
         self.hooks = list(hooks)
         self.run = run
         sets = run.config.data.validation
         self._taken = _TAKEN | set(map(keys.set_loss_key, sets))
-        # Results of this rank since the last exchange
+        # Results of this rank since the last all-gather
         self._metrics: dict[str, tuple[float, float]] = {}  # sum and count
         self._given_by: dict[str, Hook] = {}
         self._save = False
         self._stop: str | None = None
-        self._error: tuple[bool, str] | None = None  # True for a `ConfigError`, and its text
+        self._error: tuple[bool, str] | None = None  # (True for a `ConfigError`, message)
         self._own_error: Exception | SystemExit | None = None
 
     def start(self, step: int) -> None:
@@ -204,7 +209,7 @@ class HookCalls:
         if not self.hooks:
             return
         self._call("start", step, step)
-        # Results are exchanged in the first step, errors immediately.
+        # Errors are all-gathered immediately, results in the first step.
         self._raise_first(all_gather(self._error))
 
     def step(
@@ -218,13 +223,15 @@ class HookCalls:
         Collective.
 
         Args:
-            saved: a value of each rank; `AgreedResult` says if it is True on all ranks.
+            saved: True if the background save of this rank has ended. `AgreedResult.saved` is True
+                if this value is True on all ranks.
         """
         if validation is not None:
             self._call("validation", step, step, validation)
         self._call("step", step, step, metrics)
         # Metrics are sent as pairs, so that any string may be a name.
-        measured = [] if is_joining() else list(self._metrics.items())  # without the state
+        # A joining replica has no metrics.
+        measured = [] if is_joining() else list(self._metrics.items())
         own = [measured, self._save, self._stop, saved, self._error]
         given, saves, stops, are_saved, errors = zip(*all_gather(own), strict=True)
         self._metrics = {}
@@ -233,8 +240,8 @@ class HookCalls:
         self._stop = None
         self._raise_first(errors)
         totals: dict[str, tuple[float, float]] = {}
-        # Added in the order of the ranks: floating-point sums depend on the order, and all
-        # ranks need exactly the same mean.
+        # Values are added in the order of the ranks, because floating-point sums depend on the
+        # order, and all ranks need exactly the same mean.
         for name, (value, count) in itertools.chain.from_iterable(given):
             total, counted = totals.get(name, (0.0, 0.0))
             totals[name] = total + value, counted + count
@@ -247,11 +254,13 @@ class HookCalls:
         )
 
     def row(self, step: int, row: Mapping[str, Any]) -> None:
-        """Call `Hook.row` after a row was recorded. The next exchange raises errors of hooks."""
+        """Call `Hook.row` after a row was recorded. An error in a hook is raised by the next call
+        of `step` or `end`."""
         self._call("row", step, step, row)
 
     def saved(self, step: int, path: str) -> None:
-        """Call `Hook.save` after the publication of ``step``. The next exchange raises errors."""
+        """Call `Hook.save` after the publication of ``step``. An error in a hook is raised by the
+        next call of `step` or `end`."""
         self._call("save", step, step, path)
 
     def end(self, step: int, reason: str) -> None:
@@ -265,19 +274,21 @@ class HookCalls:
         for hook in self.hooks:
             try:
                 self._take(hook, method, getattr(hook, method)(self.run, *arguments))
-            # SystemExit too: sys.exit on one rank would leave the others in the exchange.
+            # SystemExit is caught too: after sys.exit on one rank, the other ranks would wait in
+            # the all-gather.
             except (Exception, SystemExit) as error:
                 self._fail(hook, method, step, error)
 
     def _fail(self, hook: Hook, method: str, step: int, error: Exception | SystemExit) -> None:
-        """Keep the first error for the next exchange; raise an error of a collective hook now."""
+        """Store the first error for the next all-gather. Raise an error of a collective hook
+        immediately."""
         kind = type(hook)
         where = f"{_KEY}: {kind.__module__}:{kind.__qualname__}"
         if isinstance(error, ConfigError):
             text = f"{where}: {error}"
         else:
             frames = traceback.extract_tb(error.__traceback__)
-            # The first frame is the call in this module.
+            # The first frame is the call of the hook in this module, which is not shown.
             place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
             text = (
                 f"{where}.{method} failed on rank {self.run.rank} at step {step}: "
@@ -317,7 +328,7 @@ class HookCalls:
             raise TypeError(f"a metric has the name {name!r}, which is not a string")
         if name in self._taken or name.startswith(_TAKEN_GROUPS):
             raise ValueError(f"the metric {name} is one that the trainer measures")
-        # A newer value of the same hook replaces the older one: `step` comes after `start`.
+        # A hook may set the same metric in `start` and in `step`: the last value counts.
         if self._given_by.setdefault(name, hook) is not hook:
             raise ValueError(f"the metric {name} is given by two hooks")
         total, count = value if isinstance(value, tuple | list) else (value, 1)
@@ -334,11 +345,10 @@ def _in_one_line(error: BaseException) -> str:
 @dataclass(eq=False)
 class SampleText(Hook):
     """Generates ``tokens`` tokens after ``prompt`` every ``every`` steps, and shows them on the
-    console, in ``train.log`` and as a text in TensorBoard. For models that read token ids from left
-    to right.
+    console, in ``train.log`` and as a text in TensorBoard. For causal language models.
 
-    Every rank runs the same forwards, on rows of ``train.seq_len`` tokens. Random numbers, modes
-    and parameters of the training do not change.
+    Every rank runs the same forwards, on rows of ``train.seq_len`` tokens. The states of random
+    generators, the train or eval modes and the parameters do not change.
 
     Attributes:
         temperature: 0 takes the most likely token; above 0, tokens are drawn with a separate
@@ -365,8 +375,8 @@ class SampleText(Hook):
             )
 
     def start(self, run: RunView, step: int) -> None:
-        """Load the tokenizer. Raises `ConfigError` if the data has no tokenizer, or a different
-        one."""
+        """Load the tokenizer. Raises `ConfigError` if neither the data nor the hook names a
+        tokenizer, or if the tokenizer of the hook differs from that of the data."""
         name, fingerprint = run.tokenizer
         if not fingerprint and self.tokenizer is None:
             raise ConfigError(
@@ -404,10 +414,10 @@ class SampleText(Hook):
     def _next(
         self, run: RunView, loaded: Tokenizer, ids: list[int], generator: torch.Generator
     ) -> int:
-        """Return the token after ``ids``; the last ``train.seq_len`` of them are read."""
+        """Return the token after ``ids``. The model reads only the last ``train.seq_len`` ids."""
         length = run.config.train.seq_len
         read = ids[-length:]
-        # Padding on the right does not affect positions before it.
+        # Padding on the right does not affect earlier positions of a causal model.
         row = read + read[-1:] * (length - len(read))
         inputs = torch.tensor([row], device=run.device)
         arguments = [inputs]
@@ -415,7 +425,7 @@ class SampleText(Hook):
             arguments.append(torch.zeros_like(inputs))
         output = run.model(*arguments)
         logits = logits_in(output)
-        # The logits may be split over the tensor axis.
+        # The logits may be sharded over the tensor axis.
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
         if logits.shape[1] != length:

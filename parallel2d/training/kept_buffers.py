@@ -1,5 +1,5 @@
-"""Copies of a model's buffers for a repeated step, because forward passes may change them:
-`KeptBuffers`.
+"""Copies of a model's buffers: `KeptBuffers`. Forward passes may change buffers, so a repeated step
+restores them first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class KeptBuffers:
             self._kept[index] = buffer._version, buffer.clone()
 
     def put_back(self) -> None:
-        """Restore the values of the last `keep`."""
+        """Restore the values that the buffers had at the last call of `keep`."""
         for index in self._written():
             self._buffers[index].copy_(self._kept[index][1])
 

@@ -37,13 +37,14 @@ class StepQuorum:
     """The quorum of a job with replicas that may fail. All ranks of a replica make the same calls.
 
     Args:
-        parts: the parts of the trainer.
+        parts: the components of the trainer.
         quorum: the live replicas.
         shared_state: returns `Trainer.shared_state`.
         on_lead: called when this rank becomes the leader.
 
     Attributes:
-        lost_s: the lost seconds of this step: failed attempts, and waits for joining replicas.
+        lost_s: seconds of this step that were lost to failed attempts and to waits for joining
+            replicas.
     """
 
     def __init__(
@@ -62,27 +63,27 @@ class StepQuorum:
             self._least = min(settings.min_replicas, self._least)
         self._requeue_exit_code = settings.requeue_exit_code
         self._shards, self._shard = shape.shard, parts.mesh.get_local_rank("shard")
-        # Number of data ranks that averaged their last gradients
+        # Number of data ranks over which the last gradients were averaged
         self._data_ranks = shape.data_ranks
         if not quorum.incarnation:
             self._data_ranks = len(quorum.members) * self._shards
         self._members = set(quorum.members)  # at the last assignment
-        # Quorum numbers of the last assignment and of the last `plan`
+        # Quorum epochs at the last assignment and at the last read of `plan`
         self._assigned = self._planned = -1
         self._senders: list[Sender] = []
         self._receiver: Receiver | None = None
         self._buffers = KeptBuffers(self._model)
         self._leads = not quorum.incarnation and quorum.rank == 0
-        self._repeats = False  # the next step is a repetition
+        self._repeats = False  # the next call of `start_step` repeats a step
         self._lost_since = time.perf_counter()
         self._joins = False  # a replica waits to join
         self._leaving: set[int] = set()  # replicas that leave before the next step
         self.lost_s = 0.0
         self._step_began = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
-        # All replicas that have joined. A replica may join a second time without a restart: if its
-        # donor has failed before the last buffers, the other replicas have already counted the
-        # replica as complete.
+        # All replicas that have joined. This is a set, because the same member may be added twice.
+        # If the donor fails before it sends the last buffers, the joining replica must join again,
+        # although the other replicas have already counted it as complete.
         self._have_joined: set[Member] = set()
 
     @property
@@ -92,9 +93,9 @@ class StepQuorum:
 
     @property
     def plan(self) -> BatchPlan:
-        """Return the part of this rank in each global batch that the live replicas divide; the part
-        of another replica if this replica computes nothing. Before it joins, a rejoining replica
-        warms up with its part of a batch that all replicas divide."""
+        """Return this rank's share of each global batch, which is divided among the live replicas.
+        If this replica computes nothing, return the share of another replica. Before it joins, a
+        restarted replica warms up with its share of a batch that is divided among all replicas."""
         if self._quorum.state is ReplicaState.MISSING:
             return self._plan
         self._planned = self._quorum.epoch
@@ -104,12 +105,14 @@ class StepQuorum:
 
     @property
     def _computing(self) -> list[Member]:
-        """Return the replicas with the state, which divide the global batches."""
+        """Return the replicas that have the state. The global batches are divided among these
+        replicas."""
         joined = self._quorum.joined
         return [each for each in self._quorum.members if each not in joined]
 
     def start(self, stop_requested: Callable[[], bool], warm_up: Callable[[], None]) -> None:
-        """Allow replicas to fail. Called before the first step, after everything is built.
+        """Allow replicas to fail from now on. Called before the first step, after the trainer is
+        built.
 
         Args:
             stop_requested: True if this rank was asked to save and stop.
@@ -128,7 +131,7 @@ class StepQuorum:
             followers = set()
             for each in engines_in(self._model):
                 followers.add(type(each.updates))
-            if followers <= {UpdateFollower}:  # the update has no traffic between replicas
+            if followers <= {UpdateFollower}:  # no update runs collectives across replicas
                 self._optimizer.step()
                 self._optimizer.state.clear()  # the donor may lack the state of some parameters
             self._discard_gradients()
@@ -138,7 +141,7 @@ class StepQuorum:
     # A step
 
     def start_step(self) -> Assignment:
-        """Form the quorum of the next or repeated step, and assign the parts of its global batch.
+        """Form the quorum of the next or repeated step, and assign the shares of its global batch.
         Replicas join and leave here. In a leaving replica this call ends the process."""
         quorum = self._quorum
         begin = time.perf_counter()
@@ -178,11 +181,13 @@ class StepQuorum:
         )
 
     def should_commit(self, status: Tensor) -> bool:
-        """True if all live replicas have the complete step. Otherwise this call discards the
-        gradients, and the trainer repeats the step. Collective over the ranks of this replica.
+        """Return True if all live replicas have the reduced gradients of this step. Otherwise this
+        call discards the gradients, and the trainer repeats the step. Collective over the ranks of
+        this replica.
 
         Args:
-            status: the sum of `StepStatus`. This call sets it if only other replicas have the sum.
+            status: the result of `StepStatus.all_reduce`. If this replica lacks a valid result,
+                this call writes the result of another replica into ``status``.
         """
         quorum, begin = self._quorum, time.perf_counter()
         if not quorum.is_complete(status):
@@ -203,7 +208,7 @@ class StepQuorum:
                 self._repeats = True
                 self._totals[keys.REPEATED_SAMPLES] += self._plan.global_batch_size
             else:
-                # The computation of this step was useful.
+                # The step is committed, so the time of its computation does not count as lost.
                 self._lost_since = begin
             seconds += self._count_lost()
             how = "committed" if is_committed else "recomputed"
@@ -218,11 +223,12 @@ class StepQuorum:
         return quorum.should_commit(status)
 
     def finish_step(self, outcome: StepOutcome) -> bool:
-        """Plan the changes of members after a committed step. True if a rank was asked to stop and
-        all replicas must save and stop with it: too few replicas would remain, the store would end
-        with the node of this rank, or another start waits for the run directory."""
+        """Plan the joins and leaves after a committed step. Return True if a rank was asked to stop
+        and all replicas must save and stop with it. This happens if too few replicas would remain,
+        if the node of that rank runs the store, or if another start waits for the run directory."""
         self._lost_since = time.perf_counter()
-        # Each replica measures its own waits. Any of them may write the next row.
+        # Each replica measures its own waits. All replicas adopt the largest value, because any
+        # replica may become the leader and write the next row.
         self._totals[keys.REPLICAS_LOST_S] = max(self.total_lost_s, outcome.replicas_lost_s)
         ready = []
         for each in self._quorum.joined:
@@ -241,14 +247,16 @@ class StepQuorum:
         return bool(asked) and not self._leaving
 
     def lose_state(self) -> None:
-        """Leave the step. This replica needs a state before its next step."""
+        """Abort the step, and mark the state of this replica as missing. The replica must receive
+        or load a state before its next step."""
         self._quorum.lose_state()
         self._receiver = None
         self._discard_gradients()
 
     @property
     def is_ready(self) -> bool:
-        """True if this replica will have the state after this step, and contributes afterwards."""
+        """True if this replica will have the complete state after this step, and computes in the
+        next step."""
         return self._receiver is not None and self._receiver.is_last_step
 
     @property
@@ -257,8 +265,8 @@ class StepQuorum:
         return self._totals[keys.REPLICAS_LOST_S]
 
     def repeats_evaluation(self) -> bool:
-        """True if the quorum has changed between the last `plan` and the last all-reduce over all
-        ranks. Then the result of the evaluation lacks a part."""
+        """True if the quorum has changed between the last read of `plan` and the last all-reduce
+        over all ranks. In this case the sums of the evaluation lack the share of a replica."""
         return self._quorum.synchronized != self._planned
 
     def lead(self) -> None:
@@ -276,7 +284,7 @@ class StepQuorum:
     # Changes of members
 
     def _change_members(self) -> bool:
-        """Let replicas join and leave between two steps. True if replicas have joined."""
+        """Admit and release replicas between two steps. Return True if replicas have joined."""
         quorum, joins, leaving = self._quorum, self._joins, self._leaving
         self._joins, self._leaving = False, set()
         if quorum.replica in leaving:
@@ -294,7 +302,8 @@ class StepQuorum:
         return admits
 
     def _admit(self, least: int = 1) -> None:
-        """Form a quorum of at least ``least`` replicas with the waiting replicas."""
+        """Form a quorum that includes the waiting replicas. Wait until it has ``least``
+        replicas."""
         outer = outer_sync(self._model)
         if outer is not None:
             outer.receive()
@@ -302,7 +311,7 @@ class StepQuorum:
 
     def _wait_for_enough(self) -> float:
         """Wait for ``launch.min_replicas``, and return the lost seconds. A request to stop ends the
-        wait: one more step is computed and saved."""
+        wait: the run computes one more step and saves it."""
         if len(self._quorum.members) >= self._least:
             return 0.0
         self._log(f"waiting for launch.min_replicas={self._least}")
@@ -331,12 +340,12 @@ class StepQuorum:
     def _roll_back(self) -> tuple[dict[str, Any], str]:
         """Wait for all replicas, and load the newest checkpoint as after a restart; see
         [Note: in-memory checkpoints]. Return the state of the checkpoint and a line for the log.
-        Raises `ReplicaLost`."""
+        Raises `ReplicaLost` if a replica fails after the load."""
         quorum = self._quorum
         before = self._step
         while True:
             quorum.regroup_all(self._least)
-            if len(quorum.members) < self._least:  # a rank was asked to stop meanwhile
+            if len(quorum.members) < self._least:  # a request to stop has ended the wait
                 quorum.leave(self._requeue_exit_code)
             state = None
             with contextlib.suppress(ReplicaLost):
@@ -345,7 +354,7 @@ class StepQuorum:
                 break
             quorum.give_up()
         if state is None:
-            quorum.leave()  # without any checkpoint all ranks restart
+            quorum.leave()  # without a checkpoint, the launcher restarts all ranks
         step = state["step"]
         if before > step:
             self.lead()  # before `Trainer.load_state_dict`, so that the rows of later steps remain
@@ -360,8 +369,8 @@ class StepQuorum:
     # A joining replica, and its donor
 
     def _join(self) -> dict[str, Any] | None:
-        """Become a member that receives the state in this step and the next steps. Return the
-        values of `Trainer.shared_state`; None if the replica still has no state."""
+        """Join the quorum, and receive the state from the donor in this step and the next steps.
+        Return the donor's `Trainer.shared_state`; None if the donor has failed."""
         quorum = self._quorum
         quorum.regroup(admit=True)
         self._receiver = Receiver(self._model, self._optimizer, quorum)
@@ -383,8 +392,8 @@ class StepQuorum:
         return state
 
     def _start_transfers(self, state: Mapping[str, Any]) -> None:
-        """Start the transfers of this step. If forward passes exchange values with all replicas,
-        the joined replicas must compute too: they receive everything now."""
+        """Start the state transfers of this step. If the forward has collectives across replicas,
+        joining replicas must compute too, so they receive the complete state now."""
         joined, crosses = self._quorum.joined, state["forward_crosses"]
         for sender in self._senders:
             sender.start_step(everything=crosses)
@@ -395,8 +404,8 @@ class StepQuorum:
             self._complete_joins(joined, state["step"] + 1)
 
     def _finish_transfers(self) -> float:
-        """End the transfers of this step. The state may change afterwards. Return the seconds of
-        waiting. Collective over the ranks of this replica."""
+        """End the transfers of this step, and return the seconds that this call waited. After this
+        call the state may change. Collective over the ranks of this replica."""
         seconds = 0.0
         for sender in self._senders:
             seconds += sender.finish_step()
@@ -408,12 +417,14 @@ class StepQuorum:
 
     @property
     def _misses_state(self) -> bool:
-        """True if the others count this replica as complete, and a part of its state is missing."""
+        """True if the other replicas count this replica as complete, but its state is
+        incomplete."""
         receiver = self._receiver
         return receiver is not None and receiver.is_last_step and not receiver.is_complete
 
     def _complete_joins(self, ready: Collection[Member], step: int) -> None:
-        """Count the replicas ``ready``, which have the state, as contributors from ``step`` on."""
+        """Mark the replicas ``ready`` as complete: they have the state, and compute from ``step``
+        on."""
         if not ready:
             return
         self._have_joined.update(ready)

@@ -1,10 +1,10 @@
-"""The largest micro-batch size that fits: ``train.micro_batch_size=auto`` with
-``train.memory_gib``.
+"""The largest micro-batch size that fits into ``train.memory_gib``, for
+``train.micro_batch_size=auto``.
 
-Before the first step `probe_micro_batch_size` runs forward and backward of the real model with
-growing sizes. It restores buffers and random generators, and leaves no gradients. The result is
-equal on all ranks, because all decisions use the largest peak of all ranks. `MicroBatchHalving`
-repeats a step in smaller micro-batches after an out-of-memory error.
+Before the first step `probe_micro_batch_size` runs forward and backward of the parallel model with
+increasing sizes. It restores buffers and random generators, and leaves no gradients. The result is
+equal on all ranks, because each decision uses the peak memory of the rank with the highest peak.
+`MicroBatchHalving` repeats a step in smaller micro-batches after an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def probe_micro_batch_size(
     """
     measured: dict[int, int] = {}
     for size in candidates(share):
-        # A size that would not fit by extrapolation is not tried. If one rank ran out of memory
-        # between two collectives, the other ranks would wait for it.
+        # A size that does not fit by extrapolation is not tried: if one rank ran out of memory
+        # between two collectives, the other ranks would wait for this rank.
         if len(measured) > 1 and _extrapolated(measured, size) > limit:
             break
         peak = torch.tensor([_peak(model, loss, stream, device, size)], dtype=torch.float64)
@@ -102,10 +102,12 @@ def probe_micro_batch_size(
 
 
 class MicroBatchHalving:
-    """Halves all micro-batches, once, after all ranks have run out of memory in one step.
+    """Halves all micro-batches if all ranks run out of memory in the same step. It does so only
+    once.
 
-    Collective over the world if ``enabled``. The ranks agree in a separate process group with a
-    short timeout, because a rank without the error may wait in a collective of the step.
+    Collective over all ranks if ``enabled``. The ranks agree in a separate process group with a
+    short timeout. The timeout is needed because a rank that did not run out of memory may wait in a
+    collective of the step.
     """
 
     def __init__(
@@ -134,9 +136,9 @@ class MicroBatchHalving:
             except torch.OutOfMemoryError as error:
                 if not self._may_repeat(batches, error):
                     raise
-            # Until here the traceback of the error kept the activations and the generator of
-            # `accumulate` alive. The generator would discard the gradient sums only when Python
-            # collects it, so they are discarded here.
+            # Up to this point the traceback of the error keeps the activations and the generator of
+            # `accumulate` alive. The generator discards the gradient sums only when Python collects
+            # it, so the sums are discarded here.
             discard_accumulated(self._model)
             self._optimizer.zero_grad()
             self._buffers.put_back()
@@ -154,7 +156,7 @@ class MicroBatchHalving:
         note with the reason. Collective over the ranks that run out of memory."""
         reason = None
         if self.parts > 1:
-            reason = "they were halved once already"
+            reason = "micro-batches were halved once already"
         elif not all(map(halves, batches)):
             reason = "a micro-batch has one sample, or samples without targets"
         problems = torch.tensor([float(reason is not None)])
@@ -164,7 +166,7 @@ class MicroBatchHalving:
             except RuntimeError:
                 reason = f"other ranks did not run out of memory within {_AGREEMENT_S:.0f} s"
         if reason is None and problems.item():
-            reason = "another rank cannot halve them"
+            reason = "another rank cannot halve its micro-batches"
         if reason is not None:
             error.add_note(f"the step is not repeated with smaller micro-batches: {reason}")
             return False
@@ -179,8 +181,8 @@ def halves(batch: Batch) -> list[Batch]:
     if targets is None or len(targets) < 2:
         return []
     counts = (targets != IGNORED).reshape(len(targets), -1).sum(1)
-    # If the counts differ, the weight of a sample is not the number of its targets, and the weights
-    # of the halves are not known.
+    # If the number of targets differs from ``valid_tokens``, the loss does not weight samples by
+    # their targets, and the weights of the halves are unknown.
     if int(counts.sum()) != batch.valid_tokens:
         return []
     found: list[Batch] = []
@@ -199,7 +201,7 @@ def halves(batch: Batch) -> list[Batch]:
 
 
 def _extrapolated(measured: dict[int, int], size: int) -> float:
-    """Return the bytes for ``size`` on the line through the last two measurements."""
+    """Extrapolate the bytes for ``size`` linearly from the last two measurements."""
     (before, less), (last, more) = list(measured.items())[-2:]
     return more + (more - less) / (last - before) * (size - last)
 
@@ -210,11 +212,13 @@ def _peak(
     """Return the peak memory of this rank in forward and backward of ``size`` samples."""
     buffers = KeptBuffers(model)
     buffers.keep()
-    # A compiled model would be compiled for each size. It needs less memory than an eager one.
+    # A compiled model would be compiled again for each size, so the probe runs eagerly. A compiled
+    # model usually needs less memory.
     with preserve_rng_states(), torch.compiler.set_stance("force_eager"):
         batch = stream.read([at % (len(stream) or size) for at in range(size)]).to(device)
         _reset_peak(device)
-        # Gradients are not reduced over the replicas: error feedback and outer steps do not change.
+        # Gradients are not reduced over the replicas, so that error feedback and outer steps do not
+        # change.
         with no_sync(model):
             value: Tensor = loss(model, batch)
             value.backward(torch.zeros_like(value))

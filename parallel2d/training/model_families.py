@@ -34,17 +34,18 @@ class ModelParts:
 
     module: nn.Module
     init: Initializer | None
-    # (model, ranks of the tensor axis) -> {module pattern: style or word}; None: no plan
+    # (model, size of the tensor axis) -> {module pattern: style or name of a style}; None: no plan
     tensor_plan: TensorPlan | None
     vocab_size: int | None
-    # Fills the sharded model from a folder and returns the names of the parameters in it
+    # Loads weights from a folder into the sharded model, and returns the names of these parameters
     weights: Callable[[nn.Module], Collection[str]] | None = None
-    # seq_len -> number of positions at the start of a sequence that the model only reads, so that
+    # seq_len -> number of positions at the start of a sequence without a model output, so that
     # their targets must be ignored
     context: Callable[[int], int] = lambda _seq_len: 0
     # The library's name of the input, if it is not only token ids
     reads: str | None = None
-    # Builds the module with the values of its constructor; None: values are drawn from the seed
+    # Builds the module with the initial values of its constructor; None: `init` or the default
+    # initialization draws the values
     construct: Callable[[], nn.Module] | None = None
 
 
@@ -99,7 +100,8 @@ def _call_factory(config: CustomModel) -> nn.Module:
 
 @contextlib.contextmanager
 def _built_by_library(what: str) -> Iterator[None]:
-    """Build modules on meta inside, and convert a library's error to a `ConfigError`."""
+    """Build modules on meta inside the context, and convert errors of the library to
+    `ConfigError`."""
     try:
         with build_on_meta():
             yield
@@ -138,8 +140,7 @@ def _build_hugging_face(config: HuggingFaceModel) -> ModelParts:
 
 
 def _with_adapter(parts: ModelParts, config: HuggingFaceModel) -> ModelParts:
-    """Freeze the model and add an adapter that is trained. The result has no tensor-parallel
-    plan."""
+    """Freeze the model, and add a trainable adapter. The result has no tensor-parallel plan."""
     what = f"model.adapter={config.adapter}"
     assert config.path is not None
     assert config.adapter is not None
@@ -159,7 +160,8 @@ def _unsharded(tensor: Tensor) -> Tensor:
 def _with_magnitudes(
     weights: Callable[[nn.Module], Collection[str]], model: nn.Module
 ) -> Collection[str]:
-    """Fill the base by ``weights``, and magnitudes of DoRA from it. Collective."""
+    """Load the base model by ``weights``, then set the magnitudes of DoRA from the base model.
+    Collective."""
     filled = set(weights(model))
     for name, magnitude, value in adapters.initial_magnitudes(model, _unsharded):
         copy_part(magnitude, value)
@@ -168,8 +170,8 @@ def _with_magnitudes(
 
 
 def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
-    """Train an encoder-decoder on plain sequences of tokens: it reads the first half, and its loss
-    covers the second half."""
+    """Adapt an encoder-decoder to single sequences of tokens: the encoder reads the first half of a
+    sequence, and the loss covers the second half."""
     try:
         huggingface.read_prefix_and_suffix(parts.module)
     except ValueError as error:
@@ -178,14 +180,14 @@ def _reading_prefix_and_suffix(parts: ModelParts, what: str) -> ModelParts:
 
 
 def _library_plan(model: Any, _tensor: int) -> Mapping[str, object]:
-    """Return the library's own plan for the model. Raises ValueError for words in it that have no
-    translation."""
+    """Return the library's tensor-parallel plan for the model. Raises ValueError if the plan has a
+    style without an equivalent here."""
     return huggingface.tensor_words(model)
 
 
 def _configured_plan(plan: Any) -> TensorPlan | None:
-    """Return the plan of the configuration: the given words, or the result of the named function
-    for the model."""
+    """Return the plan of ``model.tensor_plan``: the given styles, or the function that is named
+    there."""
     if not plan:
         return None
     if isinstance(plan, str):
@@ -224,7 +226,8 @@ def plan_tensor_axis(
 
 
 def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
-    """Return the name of the Linear for the loss in chunks; None without ``train.loss_chunk``.
+    """Return the name of the Linear that computes the logits in chunks; None without
+    ``train.loss_chunk``.
 
     Raises `ConfigError` for a model that does not support a loss in chunks.
     """
@@ -233,7 +236,8 @@ def name_of_head(config: TrainConfig, parts: ModelParts) -> str | None:
         return None
     if parts.context(config.train.seq_len):
         raise ConfigError(
-            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} reads a part of "
-            "the targets, which its head does not know; omit train.loss_chunk"
+            f"train.loss_chunk={chunk}: the loss of {type(parts.module).__name__} ignores the "
+            "first targets of each sequence, which a loss in chunks does not support; omit "
+            "train.loss_chunk"
         )
     return find_head(parts.module)

@@ -42,17 +42,18 @@ class Replicas:
     restarted replica runs the script from its beginning, receives the state of another replica, and
     continues at the step of the other replicas.
 
-    Failures need ``setup(replicas=True)`` and ``python -m parallel2d.launch run``. Without them no
-    replica may fail, and each step is computed once.
+    Replicas may fail only in jobs with ``setup(replicas=True)`` that ``python -m parallel2d.launch
+    run`` has started. In other jobs each step is computed once.
 
     Args:
-        mesh: the mesh of `parallel2d.build_mesh`, of all ranks.
-        model: the model of `parallel2d.parallelize` on this mesh.
-        optimizer: the optimizer of its parameters.
+        mesh: the mesh of all ranks, from `parallel2d.build_mesh`.
+        model: the model that `parallel2d.parallelize` returned for this mesh.
+        optimizer: the optimizer of the model's parameters.
         state: returns further state that a joining replica needs: plain values, equal on all ranks.
         load_state: receives this state in the joining replica.
 
-    Raises `ConfigError` for a model whose replicas need each other (``strategy=hybrid_full``).
+    Raises `ConfigError` for a model whose state is split over the replicas
+    (``strategy=hybrid_full``).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Replicas:
             )
         self._buffers = KeptBuffers(model)
         self._shards = mesh_shape(mesh).shard
-        # Number of data ranks that averaged their last gradients
+        # Number of data ranks over which the last gradients were averaged
         self._data_ranks = mesh_shape(mesh).data_ranks
         self._step = 0
         self._computes = self._joins = False
@@ -97,7 +98,7 @@ class Replicas:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps from ``first`` to ``last``. A joining replica starts at the step of the
-        other replicas. Collective; called after everything is built."""
+        other replicas. Collective. Call it after the model and the optimizer are built."""
         self._step, quorum = first - 1, self._quorum
         if quorum is not None:
             quorum.start()
@@ -116,8 +117,8 @@ class Replicas:
                 )
 
     def compute(self) -> bool:
-        """True if the gradients of this step must be computed: in the first call, and after a
-        failure. False once all live replicas have the gradients. Collective."""
+        """Return True if the gradients of this step must be computed: in the first call of a step,
+        and after a failure. Return False if all live replicas have the gradients. Collective."""
         if not self._computes:
             self._computes = True
             self._buffers.keep()
@@ -154,7 +155,8 @@ class Replicas:
         self._data_ranks = self.data_ranks
 
     def _write_step(self) -> None:
-        # The launcher reads this file, because it counts failures without progress.
+        # The launcher reads the step from this file, because it counts consecutive failures without
+        # progress.
         if self._quorum is None:
             return
         if AGENT in os.environ and os.environ.get("LOCAL_RANK") == "0":

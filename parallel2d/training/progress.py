@@ -1,7 +1,7 @@
-"""Values that the loop, the metrics and the checkpoints exchange: the position of a run
-(`Progress`), the result of a step (`StepOutcome`), the measurements of a rank and of all ranks
-(`RankReport`, `RankReports`), and the metrics for `checkpoint.keep_best` and `train.stop`
-(`WatchedMetrics`).
+"""Values that the loop, the metrics and the checkpoints share. `Progress` is the position of a run,
+and `StepOutcome` the result of a step. `RankReport` has the measurements of one rank, and
+`RankReports` those of all ranks. `WatchedMetrics` are the metrics for ``checkpoint.keep_best`` and
+``train.stop``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankReport:
     """
 
     busy_s: float  # seconds of work, without waits for other ranks
-    # By the keys of `metrics.keys`, which are equal on every rank
+    # Values by the keys of `metrics.keys`; all ranks have the same keys
     memory: Mapping[str, float]
     communication: Mapping[str, float]  # empty if it is not measured
 
@@ -58,7 +58,8 @@ class RankReport:
     def of_all(self, values: Tensor) -> RankReports:
         """Return the reports of all ranks, from ``values`` [rank, floats] in fp64 on CPU.
 
-        A job may have a thousand ranks, so no object per rank is made in a step.
+        The method creates no object per rank, because it runs in each step and a job may have a
+        thousand ranks.
         """
         end = 1 + len(self.memory)
         largest = values[:, 1:end].amax(0).tolist()
@@ -84,25 +85,26 @@ class StepOutcome:
     """The result of one step, equal on all ranks."""
 
     loss: float  # mean over the valid tokens of the global batch
-    grad_norm: float  # the mean over the replicas if their gradients differ
-    own_norm: float  # of this rank's replica
-    outer_norm: float | None  # of the change that replicas shared in the previous step, if any
+    grad_norm: float  # averaged over the replicas if their gradients differ
+    own_norm: float  # gradient norm of this rank's replica
+    outer_norm: float | None  # norm of the last outer step's weight change; None without one
     tokens: int
     batch_hash: int
     finite: bool
     preempted: bool  # at least one rank must save and stop
-    save_is_due: bool  # by the clock of some rank, in addition to the interval in steps
+    save_is_due: bool  # the clock of a rank requires a save, in addition to the interval in steps
     joins: bool  # a replica waits to join
     preempted_ranks: list[int]  # the preempted ranks
-    ready_ranks: set[int]  # their replicas contribute to the next step, for the first time
-    replicas_lost_s: float  # lost seconds before this step, the largest measured value
-    store_ends: bool  # a preempted rank is on the node with the store of the other nodes
+    ready_ranks: set[int]  # ranks of joining replicas that compute from the next step on
+    # Seconds lost to failures and joins so far, the largest value of all ranks
+    replicas_lost_s: float
+    store_ends: bool  # a preempted rank runs on the node that hosts the store
     gives_way: bool  # another start waits for the run directory, and all ranks save and stop
     reports: RankReports
 
 
 def problems_of_state(state: Mapping[str, Any], step: int) -> list[str]:
-    """Return the problems of a `Trainer.state_dict` after ``step``; empty for a valid one.
+    """Return the problems of a `Trainer.state_dict` after ``step``; empty for a valid state.
 
     Numbers must be finite, in range, and consistent with each other.
     """
@@ -181,11 +183,11 @@ class BestMetric:
     """The best value of a metric so far."""
 
     metric: str
-    mode: str  # min or max: the better direction
+    mode: str  # "min" or "max": the direction of an improvement
     min_delta: float = 0.0  # smaller improvements do not count
     step: int = 0  # step of the best value; 0: no value yet
     value: float = 0.0
-    since: int = 0  # number of later measurements
+    since: int = 0  # number of measurements since the best value
 
     def measure(self, step: int, value: float) -> bool:
         """Record a value. True if it is the best value; a value that is not finite is never the
@@ -250,7 +252,7 @@ class WatchedMetrics:
         return told
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``best``, if a value exists, and ``stop``."""
+        """Return the values of ``stop``, and of ``best`` if a best value exists."""
         state = {}
         for name, watched in self._watched.items():
             state[name] = asdict(watched)

@@ -1,5 +1,5 @@
 """Describes a run before its first step: `describe_run` returns the `RunFacts` for the header on
-the console and for ``layout.json``. Builds the recorder of the run too."""
+the console and for ``layout.json``. `build_recorder` creates the recorder of the run."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class RunFacts:
     parameters: int
     trained_parameters: int
     data: OpenData
-    head: str | None  # the layer for the loss in chunks; None without it
-    flops_per_sequence: int | None  # of one sample; None: unknown
+    head: str | None  # name of the output layer for ``train.loss_chunk``; None if that is not set
+    flops_per_sequence: int | None  # forward and backward of one sample; None: unknown
     predicted: dict[str, float]  # bytes that a rank sends per step, by ``comm/AXIS/bytes``
     measured: str = ""  # the micro-batch sizes that were probed, with their memory
 
@@ -106,8 +106,8 @@ class RunFacts:
             return []
         name = self.job.config.data.name
         return [
-            f"validation  none: data={name} holds nothing out, so train.validate_every={every} "
-            "measures nothing; data.validation names data"
+            f"validation  none: data={name} has no held-out documents, so "
+            f"train.validate_every={every} has no effect; set data.validation"
         ]
 
     def _speed(self) -> str:
@@ -189,8 +189,8 @@ def describe_run(
 
 def flops_per_sequence(job: Job, parts: ModelParts, sample: SampleShape) -> int | None:
     """Return the FLOPs of one sequence, forward and backward; None if they cannot be counted.
-    Restarted workers read the number of the first workers, because counting imports torch modules
-    for about a second."""
+    Restarted workers read the number that the first workers wrote, because counting takes about a
+    second to import torch modules."""
     if job.restarted:
         try:
             layout = files.read_json(os.path.join(job.run_dir, "layout.json"))
@@ -219,8 +219,8 @@ def count_activations(
 
 
 def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-    """Compute ``loss`` as the loss in chunks does: with a context axis, of this rank's positions
-    only."""
+    """Compute ``loss`` like the chunked loss: with a context axis, only for this rank's
+    positions."""
     axis = context_axis_of(model)
     if axis is None or axis.is_learning:
         return loss(model, inputs, targets)
@@ -229,7 +229,7 @@ def _of_slices(loss: LossOfBatch, model: nn.Module, inputs: Any, targets: Any) -
 
 
 def outputs(facts: RunFacts) -> tuple[ConsoleDisplay, MetricsWriter]:
-    """Create the display and the writer of the leader."""
+    """Create the leader's console display and its writer of metrics."""
     config, sample = facts.job.config, facts.data.train.shape
     unit = {"tokens": "tok"}.get(sample.noun, sample.noun)
     display = ConsoleDisplay(config.metrics.console, config.train.steps, unit, facts.job.label)
@@ -269,7 +269,7 @@ def _charts(facts: RunFacts) -> list[str]:
 
 
 def build_recorder(facts: RunFacts, mesh: DeviceMesh, model: nn.Module, *, first: bool) -> Recorder:
-    """Create the recorder; only the first rank writes files and shows the header on the console."""
+    """Create the recorder. Only the rank with ``first=True`` writes files and shows the header."""
     config, layout = facts.job.config, facts.layout
     run_dir, sample = facts.job.run_dir, facts.data.train.shape
     display = writer = None

@@ -1,26 +1,28 @@
 """The transfer of the state to a joining replica, rank by rank: `Sender`, `Receiver`.
 
-[Note: join without a wait] The joining replica is a member from the start of a step. Until it has
-the state, it computes no part of the global batches. Its gradients in the reductions are zeros, so
-its ``.grad`` after a reduction is the mean of the other replicas. The joining replica runs the same
-optimizer updates as the others. First it receives the state that is not streamed, such as step
-counts. Then the donor streams the tensors of each parameter (values, EMA, optimizer state) in
-*units*, during forward and backward, when these tensors do not change. The joining replica writes a
-unit before its next update. From then on each update keeps the unit equal to the donor's unit.
-Therefore the donor can stop the stream before each update, after any unit, and no other replica
-waits.
+[Note: join without a wait] The joining replica becomes a member at the start of a step. Until it
+has the complete state, it computes no samples. It contributes zeros to the gradient reductions, so
+its ``.grad`` after a reduction is the mean of the other replicas' gradients. It runs the same
+optimizer updates as the other replicas. First it receives the state that is not streamed, such as
+step counts. Then the donor, a replica with the complete state, streams the tensors of each
+parameter (values, EMA weights, optimizer state) in *units*. It sends them during forward and
+backward, when these tensors do not change. The joining replica writes each unit before its next
+update, and from then on its updates keep this unit equal to the donor's. Therefore the donor can
+pause the stream after any unit when an update is due, and no other replica waits.
 
 The elements of a parameter are divided into several units if the optimizer updates each element
-independently. Matrices of Muon are complete in one unit. In three cases the state has no units, and
-the other replicas wait for all of the state in one step: other optimizers, which may combine
-parameters; ``sync=diloco``, where the replicas differ; a state of less than `SMALL_BYTES`.
+independently. A matrix that Muon updates is always one unit. In three cases the state has no units,
+and all replicas wait until the donor has sent the complete state in one step: with any other
+optimizer, because it may combine parameters; with ``sync=diloco``, because the replicas differ; and
+if the state is smaller than `SMALL_BYTES`.
 
-The joining replica sends its position in the stream at the start of each step, so any replica can
-continue after the donor has failed. All units that it received before are still valid. Buffers come
-last, after the forward passes of the last step, because forward passes may write to buffers.
+At the start of each step, the joining replica sends its position in the stream. If the donor fails,
+another replica can continue from this position, because all received units remain valid. Buffers
+are sent last, after the forward passes of the last step, because forward passes may write to
+buffers.
 
-If forward passes have collectives across replicas, the joining replica must take part in them. It
-then receives the complete state before the step, and all replicas wait for it.
+If forward passes have collectives across replicas, the joining replica must take part in them. In
+this case it receives the complete state before the step, and all replicas wait.
 """
 
 from __future__ import annotations
@@ -74,18 +76,20 @@ from parallel2d.training.optimizer.muon import MUON, Muon
 
 UNIT_BYTES = 2**18  # per rank: 10 ms at 200 Mbit/s
 SMALL_BYTES = 2**22  # sum over the ranks of a replica
-# During reductions over the replicas, the stream pauses after each unit. The pause is this multiple
-# of the seconds of the unit, so that the gradients have most of the bandwidth.
+# While gradients are reduced over the replicas, the stream pauses after each unit. The pause is
+# this multiple of the time that sending the unit took, so that the gradients get most of the
+# bandwidth.
 _PAUSE = 3
 _LOG_EVERY_S = 10.0
 _END, _UNIT, _BUFFERS = range(3)  # the first element of a message: kind of the data that follows
 
 
 class _Unit(NamedTuple):
-    """Equal fractions of the local parts of some tensors."""
+    """A unit of the stream: the same fraction of the local shard of each tensor of one
+    parameter."""
 
     parts: Sequence[Tensor]
-    number: int
+    number: int  # index of this unit
     total: int  # number of units of these tensors
 
     def read(self) -> Tensor:
@@ -124,17 +128,18 @@ class _State:
     Attributes:
         tensors: all tensors, by name.
         count: number of units of the stream.
-        nbytes: size of all units, summed over the ranks of a replica.
-        later: the names of the tensors that come in units or after them.
-        buffers: the tensors that come after the units.
+        nbytes: bytes of all units, summed over the ranks of a replica.
+        later: the names of the tensors that are not in the first message: the tensors in units, and
+            the buffers.
+        buffers: the local shards of the buffers, which are sent after the units.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int) -> None:
         reshard(model)
         spread_state(optimizer)
         self.tensors = tensors = saved_tensors(model, optimizer)
-        # Of the state that differs between replicas, a joining replica receives only the optimizer
-        # state.
+        # From the state that differs between replicas, a joining replica receives only the
+        # optimizer state.
         own = replica_tensors(model, optimizer)
         tensors |= {name: own[name] for name in own if "/optimizer/" in name}
         self.later = {f"model/{name}" for name in buffer_names(model)}
@@ -166,7 +171,8 @@ class _State:
 def _streamed(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> list[tuple[list[str], bool]]:
-    """Return each streamed parameter's tensor names, and True if its updates are elementwise."""
+    """Return a pair for each streamed parameter: the names of its tensors, and True if its updates
+    are elementwise. The list is empty if nothing is streamed."""
     is_muon = type(optimizer) is Muon
     if outer_sync(model) is not None or not (is_muon or type(optimizer) in ELEMENTWISE):
         return []
@@ -181,7 +187,7 @@ def _streamed(
     streamed: list[tuple[list[str], bool]] = []
     for parameter_name, parameter in parameters_by_name(model).items():
         names = names_of[parameter_name]
-        # Only the elements of contiguous tensors have an order in memory.
+        # A unit is a slice of the flattened tensors, so the tensors must be contiguous.
         is_contiguous = all(local_part(tensors[name].detach()).is_contiguous() for name in names)
         if names and is_contiguous:
             streamed.append((names, id(parameter) not in matrices))
@@ -190,13 +196,13 @@ def _streamed(
 
 
 def _size(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
-    """Return the bytes of tensors, unsharded."""
+    """Return the size of the unsharded tensors in bytes."""
     return sum(tensors[name].numel() * tensors[name].element_size() for name in names)
 
 
 class Sender:
-    """Sends the state of this rank to the rank of ``joiner`` at the same position. ``state`` holds
-    the plain values of the first message, including ``step``."""
+    """Sends the state of this rank to the rank of replica ``joiner`` at the same position.
+    ``state``: the values of the first message that are not tensors, including ``step``."""
 
     def __init__(
         self,
@@ -211,11 +217,13 @@ class Sender:
         self._send: Any = None
         self._stop = threading.Event()
         self._position = 0
-        self._since: tuple[float, int] | None = None  # time and position of the first session
+        # Time and stream position at the first `progress` call
+        self._since: tuple[float, int] | None = None
         self._logged_at = time.monotonic()
 
     def start_step(self, *, everything: bool = False) -> None:
-        """Start a session: send units until `finish_step`, or with ``everything`` all of them."""
+        """Start a session, which is a thread that sends units until `finish_step`. With
+        ``everything``, it sends all units."""
         self._state = _State(
             self._model, self._optimizer, len(self._quorum.ranks[self._quorum.replica])
         )
@@ -239,7 +247,7 @@ class Sender:
         self._session = in_thread(lambda: self._run(manifest, blocks, everything, stream))
 
     def finish_step(self) -> float:
-        """End the session after the last forward, and return the seconds of waiting."""
+        """End the session after the last forward, and return the seconds that this call waited."""
         begin = time.perf_counter()
         self._stop.set()
         self._session.result()
@@ -274,8 +282,8 @@ class Sender:
             if not self._send_units(everything):
                 return
             self._stop.wait()
-            # Buffers are sent in a session that starts after the last unit: at its start the
-            # joining replica has announced that this step completes its state (`is_last_step`).
+            # Buffers are sent only in a session that has no units left at its start. In this step
+            # the joining replica has announced that the step completes its state (`is_last_step`).
             is_last = everything or self._position == first
             if self._position < self._state.count or not is_last:
                 self._send(_message(_END))
@@ -312,7 +320,7 @@ def _send_all(send: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> bool
 
 
 class _First(LocalState):
-    """The tensors that come before the units. Loading does not change other tensors."""
+    """The tensors of the first message. Loading does not change tensors that are sent later."""
 
     def __init__(self, manifest: Manifest, data: Tensor, later: set[str]) -> None:
         super().__init__(manifest, data, "the state of another replica")
@@ -342,7 +350,7 @@ class Receiver:
 
     @property
     def is_complete(self) -> bool:
-        """True if this replica has the state of the donor, which the next update may change."""
+        """True if this replica has the complete state of the donor before the next update."""
         return self._position > self._total
 
     def begin(self) -> Manifest | None:
@@ -370,8 +378,9 @@ class Receiver:
         return manifest
 
     def start_step(self) -> None:
-        """Start a session: write units until the donor ends the session. No other code reads or
-        writes these tensors meanwhile, because this replica runs no forward pass."""
+        """Start a session, which is a thread that writes units until the donor ends the session. No
+        other code reads or writes these tensors meanwhile, because this replica runs no forward
+        pass."""
         state = _State(self._model, self._optimizer, len(self._quorum.ranks[self._quorum.replica]))
         self._total = state.count
         self._position = min(self._position, self._total)
@@ -381,8 +390,8 @@ class Receiver:
         self._session = in_thread(lambda: self._run(state, continues, stream))
 
     def finish_step(self) -> None:
-        """Wait for the end of the session. Collective over the ranks of this replica: all continue
-        from the first unit that any of these ranks is missing."""
+        """Wait for the end of the session. Collective over the ranks of this replica: all ranks
+        continue from the first unit that is missing on any of them."""
         if self._session is not None:
             self._session.result()
             self._session = None
@@ -401,7 +410,8 @@ class Receiver:
             with _copies(stream):
                 self._receive(state)
         finally:
-            # Also if the donor has failed: the update must follow the copies of all received units.
+            # This wait is needed even if the donor has failed, because the next update must not
+            # start before all received units are copied.
             if stream is not None:
                 stream.synchronize()
 

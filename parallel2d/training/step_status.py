@@ -1,17 +1,17 @@
 """The all-reduce of the status of a step over all ranks: `StepStatus`.
 
-[Note: one status all-reduce per step] A step has a single all-reduce for values other than
-gradients, of a small fp64 vector. It contains:
+[Note: one status all-reduce per step] Each step runs a single all-reduce for all values other than
+gradients. It sums a small fp64 vector, which contains:
 
-* the number of ranks that have noticed a failed replica, and if a replica waits to join;
+* flags for a failed replica and for a replica that waits to join;
 * the loss and the squared gradient norm, which also show if a value is not finite;
 * the number of tokens and the hash of this global batch, and the number of tokens of the next
   global batch, which divides the losses of the next step;
 * requests to save or to stop;
 * hashes of tensors that must be equal on all replicas;
-* the report of every rank about the previous step, in a separate row.
+* the measurements of every rank in the previous step, in one row for each rank.
 
-All decisions depend only on this vector, and therefore all ranks take the same decision.
+All decisions depend only on this vector, so all ranks take the same decisions.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class RankStatus:
     """The status of one rank in a step."""
 
     loss: Tensor  # summed loss, fp64, on the device of the rank
-    tokens: int  # valid tokens of its part of the global batch
+    tokens: int  # valid tokens of its share of the global batch
     sample_hash: int  # sum of the hashes of its samples
-    upcoming_tokens: int  # valid tokens of its part of the next global batch
+    upcoming_tokens: int  # valid tokens of its share of the next global batch
     stop_requested: bool
     gives_way: bool  # another start waits for the run directory
     save_is_due: bool
-    is_ready: bool  # the rank contributes to the next step, for the first time
-    replicas_lost_s: float  # lost seconds so far, as this replica measured them
+    is_ready: bool  # the rank belongs to a joining replica that computes from the next step on
+    replicas_lost_s: float  # seconds lost to failures and joins so far, measured by this replica
     report: RankReport
 
 
@@ -60,7 +60,7 @@ class StepStatus:
 
     Args:
         model: the parallel model.
-        mesh: its mesh.
+        mesh: the mesh of the model.
     """
 
     model: InitVar[nn.Module]
@@ -70,7 +70,8 @@ class StepStatus:
     _compare_every: int  # steps between comparisons of the replicas; 0: never
 
     def __post_init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        # The status vector contains the used parameters, if the engine can wait for them.
+        # The replica reducer must know which parameters were used on any rank. If it can defer its
+        # own all-reduce of these flags, the status vector carries them.
         self._used = next((each for each in engines_in(model) if each.may_defer_status), None)
         if self._used is not None:
             self._used.defer_status()
@@ -86,7 +87,8 @@ class StepStatus:
         self._comparison: ReplicaComparison | None = None
         if shape.replicate > 1:
             self._comparison = ReplicaComparison(sharding_mesh(mesh), replicated_tensors(model))
-        # Context and tensor ranks have copies of the sums of their data rank. One of them counts.
+        # All context and tensor ranks of a data rank have the same sums, so only the first of them
+        # contributes these sums.
         at = axis_positions(mesh)
         self.counts = float(at.get("context", 0) == at.get("tensor", 0) == 0)
 
@@ -101,8 +103,8 @@ class StepStatus:
         return vector.cpu()  # in a step, the host waits for the device only here
 
     def _from_host(self, step: int, own: RankStatus) -> Tensor:
-        """Return the part of the vector that the host knows, on CPU."""
-        # Flags: a replica has failed; a replica waits to join; this rank has the state.
+        """Return the values of the vector that are known on the host, as a CPU tensor."""
+        # Flags: a replica has failed, a replica waits to join, this rank has the complete state
         about = [0.0, 0.0, 1.0]
         if (replicas := current()) is not None:
             about = [replicas.lost, replicas.joins, not is_joining()]
@@ -110,7 +112,7 @@ class StepStatus:
         wishes = [own.save_is_due, store_ends, own.gives_way]
         counts = [own.tokens, own.sample_hash, own.upcoming_tokens]
         first = [*about, *wishes, *(count * self.counts for count in counts)]
-        # Each rank fills another row, so the sum contains the reports of all ranks.
+        # Each rank fills its own row, so the sum contains the reports of all ranks.
         stops = own.stop_requested or own.gives_way
         row = [stops, own.is_ready, own.replicas_lost_s, *own.report.floats()]
         report = torch.tensor(row, dtype=torch.float64)
@@ -128,15 +130,16 @@ class StepStatus:
         )
 
     def _computed(self, own: RankStatus) -> list[Tensor]:
-        """Return the part of the vector that the device computes, fp64 [1] each: the loss, the
-        squared norm of the change in the last outer step, the squared norms of the gradients."""
+        """Return the values of the vector that are computed on the device, each as fp64 [1]: the
+        loss, the squared norm of the weight change in the last outer step, and the squared gradient
+        norms."""
         nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
         change = nothing
         if self._outer is not None and self._outer.squared_change is not None:
             # The change is the same on all replicas.
             change = self._outer.squared_change * self._ranks_of_replica / present_ranks()
-        # If replicas share the gradient, there is one norm, and each rank adds its share of it.
-        # Otherwise there is one norm for each replica.
+        # If the gradients are equal on all replicas, the vector has one norm, and each rank adds
+        # its share of the square. Otherwise the vector has one norm for each replica.
         ranks = present_ranks() if self._norms == 1 else self._ranks_of_replica
         squares = [nothing] * self._norms
         share = squared_norm_share(self._parameters, ranks)
@@ -149,7 +152,7 @@ class StepStatus:
     ) -> tuple[StepOutcome, int]:
         """Return the outcome of ``step``, and the number of tokens of the next global batch, from
         ``summed``, the result of `all_reduce` in a committed step. Both are equal on all ranks.
-        ``loss_scale``: the factor of the gradients."""
+        ``loss_scale``: the factor by which the gradients are multiplied."""
         about, wishes, counts, rows, used, hashes, sums, squares = summed.split(self._sizes)
         tokens, batch_hash, upcoming_tokens = counts.tolist()
         loss_sum, squared_change = sums.tolist()

@@ -1,8 +1,9 @@
 """The training loop: `Trainer.run`.
 
-A step forms the quorum (`membership`), accumulates gradients over the micro-batches of this rank's
-part of the global batch, all-reduces the status of all ranks (`step_status`), and updates once all
-live replicas have the complete step.
+Each step forms the quorum (`membership`) and accumulates gradients over this rank's micro-batches
+of the global batch. It then all-reduces the status of all ranks (`step_status`). If all live
+replicas have completed the gradients, the optimizer updates the parameters; otherwise the step is
+repeated.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from parallel2d.training.trainer_parts import LoopCallbacks, TrainerParts
 
 @dataclass(kw_only=True, eq=False)
 class Trainer(TrainerParts):
-    """Trains the model of its parts. Every rank constructs one and calls its methods at the same
-    points."""
+    """The training loop over the components in `TrainerParts`. Every rank constructs a trainer and
+    calls its methods in the same order."""
 
     def __post_init__(self) -> None:
         config, data, recorder = self.config, self.data, self.recorder
@@ -65,21 +66,22 @@ class Trainer(TrainerParts):
         self.clock = PhaseClock(self.device)
         self.progress = Progress()
         self.preempted = False
-        self.gives_way = False  # it stops for a later start in its run directory
+        # True if this run ends because a later start waits for its run directory
+        self.gives_way = False
         self.parameters = [p for p in updated_parameters(self.model) if p.requires_grad]
         self._status = StepStatus(
             self.model, self.mesh, self.parameters, self.device, config.sync.compare_every
         )
         self.data_ranks = mesh_shape(self.mesh).data_ranks
         self.upcoming: StepBatch | None = None
-        self.upcoming_tokens = 0  # of the global batch
+        self.upcoming_tokens = 0  # valid tokens of the next global batch, over all ranks
         self._measured = recorder.measure({}, 0.0)
         self._watched = WatchedMetrics(config)
         self.stopped: str | None = None  # the reason for an end before the last step
-        self._reported_saves = 0  # number of this process's checkpoints that hooks were called for
+        self._reported_saves = 0  # number of published checkpoints that were reported to hooks
         self.callbacks = LoopCallbacks()
-        # True if a joining replica must compute too: the forward has collectives over replicas, or
-        # replicas train independently.
+        # True if a joining replica must run forward and backward too: the forward has collectives
+        # across replicas, or replicas train independently (``sync=diloco``).
         self.forward_crosses = outer_sync(self.model) is not None
         self.quorum: FixedQuorum | StepQuorum = FixedQuorum(self.plan, self.data_ranks)
         if self.replicas is not None and len(self.replicas.ranks) > 1:
@@ -103,16 +105,17 @@ class Trainer(TrainerParts):
         self.halving = MicroBatchHalving(self.model, self.optimizer, enabled=repeats)
 
     def run(self, callbacks: LoopCallbacks | None = None) -> None:
-        """Train until ``train.steps``, the end of finite data, a stop by ``train.stop`` or a hook,
-        or a request to save and stop. Collective.
+        """Train until ``train.steps``, the end of the data, a stop by ``train.stop`` or a hook, or
+        a request to save and stop. Collective.
 
-        Raises `ConfigError` after too many consecutive non-finite steps, and `HookError`.
+        Raises `ConfigError` after too many consecutive non-finite steps, and `HookError` if a hook
+        raises an error.
         """
         self.callbacks = callbacks or LoopCallbacks()
         plan, start = self.quorum.plan, self.progress.samples
         feed = BatchFeed(self.training, plan, self.device, start=start)
-        # Automatic collections would run at different times on different ranks, and all ranks
-        # would wait for each of them. `_take_steps` collects at the same step on every rank.
+        # Automatic garbage collection would run at different times on different ranks, and each
+        # collection would delay all ranks. `_take_steps` collects at the same step on every rank.
         gc.collect()
         gc.disable()
         try:
@@ -139,8 +142,8 @@ class Trainer(TrainerParts):
             except ReplicaLost:
                 if not self.quorum.needs_all:
                     raise
-                # All replicas roll back at the start of the next step, which discards the decisions
-                # of this step.
+                # At the start of the next step all replicas roll back to a checkpoint. The results
+                # of this step are discarded.
                 self.quorum.lose_state()
                 self.upcoming, self.preempted = self._no_batch(), False
             except Exception as error:
@@ -148,13 +151,13 @@ class Trainer(TrainerParts):
                 raise
 
     def has_steps(self) -> bool:
-        """True if `run` will train at least one step, unless the data end here."""
+        """True if `run` will train at least one step, provided that the data have not ended."""
         step = self.progress.step
         return step < self.config.train.steps and self._watched.reason_to_stop(step) is None
 
     def begin(self, feed: BatchFeed) -> None:
-        """Read the first batch, sum its token count over the ranks, and start the hooks. The
-        status of each step counts the tokens of the next batch. Collective."""
+        """Read the first batch, sum its token count over the ranks, and start the hooks. In later
+        steps, the status all-reduce of the previous step sums this count. Collective."""
         self.stopped = self._watched.reason_to_stop(self.progress.step)
         if self.stopped is not None:
             self.recorder.log(f"not continued: {self.stopped}; change train.stop to continue")
@@ -169,7 +172,7 @@ class Trainer(TrainerParts):
     def step(self, feed: BatchFeed) -> None:
         """Run one optimizer step, save if a save is due, and record the step. If a replica fails,
         the survivors repeat the step until all of them have completed it. Collective. Raises
-        `RunTakenOver` on rank 0.
+        `RunTakenOver` on rank 0 if another start has taken over the run directory.
         """
         begin, busy = time.perf_counter(), time.process_time()
         self.clock.start()
@@ -199,9 +202,8 @@ class Trainer(TrainerParts):
         self.upcoming = following
         # The order from here on is the same on every rank. The update follows the status
         # all-reduce, which shows if the gradients of all ranks are finite. Validation and hooks see
-        # the updated weights. The save follows the hooks, because a hook may request it, and all
-        # decisions that lead to a save come from values that are equal on all ranks: a save is
-        # collective.
+        # the updated weights. The save follows the hooks, because a hook may request a save. A save
+        # is collective, so the decision to save depends only on values that are equal on all ranks.
         saves_and_stops = self.quorum.finish_step(outcome)
         self.gives_way = outcome.gives_way
         rate = self._set_learning_rate(step)
@@ -218,7 +220,7 @@ class Trainer(TrainerParts):
         agreed = self._call_hooks(outcome, rate, validation, seconds)
         is_best = self._judge(outcome, validation, agreed)
         if self.stopped is not None and validation is None:
-            validation = self._validate_if_due(step, seconds)  # this became the last step
+            validation = self._validate_if_due(step, seconds)  # `_judge` made this the last step
         self.preempted = saves_and_stops
         last = self.upcoming is None
         self.checkpointer.save_if_due(
@@ -231,9 +233,9 @@ class Trainer(TrainerParts):
         )
         seconds["checkpoint_s"] = self.checkpointer.blocked_s
         self.quorum.lead()
-        # Hooks and saves take time, and meanwhile another start may have taken the directory over
-        # and moved rows aside. Without this second check this rank would append a row to the file
-        # that the new start continues.
+        # During hooks and saves, another start may take over the run directory and move the later
+        # rows of the metrics file away. Without this second check, this rank would append its row
+        # to the file of the new start.
         self.ownership.check()
         row = self.recorder.record(
             self.progress,
@@ -250,7 +252,8 @@ class Trainer(TrainerParts):
         self._tell_saves()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part of a checkpoint that is not tensors; plain numbers."""
+        """Return the trainer's state for a checkpoint: numbers, strings and dicts, but no
+        tensors."""
         return {
             **asdict(self.progress),
             "scaler": self.scaler.state_dict(),
@@ -268,8 +271,8 @@ class Trainer(TrainerParts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict`. Raises `ConfigError` for a state that it cannot
-        have returned."""
+        """Continue from a state that `state_dict` returned. Raises `ConfigError` for an invalid
+        state."""
         if problems := problems_of_state(state, state["step"]):
             listed = "; ".join(problems[:4])
             raise ConfigError(f"no run can continue from the checkpoint's state: {listed}")
@@ -284,14 +287,14 @@ class Trainer(TrainerParts):
         while True:
             sums = self._validation_sums(stream)
             dist.all_reduce(sums)
-            # After the failure of a replica its part is missing, so the survivors repeat the
+            # If a replica fails, its share is missing from the sums, so the survivors repeat the
             # complete evaluation.
             if not self.quorum.repeats_evaluation():
                 return (sums[0] / sums[1].clamp(min=1)).item()
 
     def _validation_sums(self, stream: SampleStream) -> Tensor:
-        """Return the loss and the number of tokens of this rank's part, fp64; zeros in a replica
-        that has not received its state yet."""
+        """Return the summed loss and the number of valid tokens of this rank's share, in fp64. In a
+        joining replica, which has no complete state yet, both are zero."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         plan = self.quorum.plan
         if is_joining():
@@ -312,7 +315,8 @@ class Trainer(TrainerParts):
         return sums
 
     def _validate_if_due(self, step: int, seconds: dict[str, float]) -> dict[str, float] | None:
-        """Validate if it is due; return the losses by key, and add the time to ``seconds``."""
+        """Validate if a validation is due. Return the losses by key, and add the time to
+        ``seconds``."""
         every = self.config.train.validate_every
         is_due = every and (step % every == 0 or self.upcoming is None)
         if not is_due or not self.validation_sets:
@@ -333,8 +337,8 @@ class Trainer(TrainerParts):
         validation: Mapping[str, float] | None,
         seconds: dict[str, float],
     ) -> AgreedResult:
-        """Call the hooks of all ranks after this step; return their agreed result, and add the time
-        to ``seconds``."""
+        """Call the hooks of all ranks after this step; return their combined result, and add the
+        time to ``seconds``."""
         if not self.hooks:
             return AgreedResult()
         begin = time.perf_counter()
@@ -358,8 +362,9 @@ class Trainer(TrainerParts):
     def _judge(
         self, outcome: StepOutcome, validation: Mapping[str, float] | None, agreed: AgreedResult
     ) -> bool:
-        """Compare the metrics of this step with the best values so far, and end the run if it
-        should stop. True if this state is the best state so far."""
+        """Compare the metrics of this step with the best values so far, and end the run if a stop
+        condition holds. Return True if this step has a new best value for
+        ``checkpoint.keep_best``."""
         step = self.progress.step
         measured = {
             keys.LOSS: outcome.loss,
@@ -398,9 +403,11 @@ class Trainer(TrainerParts):
             return None
 
     def forward_backward(self, batch: StepBatch, tokens: int) -> Tensor:
-        """Accumulate the gradient of the mean loss per token, times the loss scale, and return this
-        rank's summed loss, fp64. ``tokens``: the number of tokens in the global batch."""
-        # Gradients are averaged over the data ranks, so each loss is multiplied by their number.
+        """Accumulate the gradient of the mean loss per token, multiplied by the loss scale. Return
+        the sum of this rank's token losses in fp64. ``tokens``: the number of valid tokens in the
+        global batch."""
+        # Gradients are averaged over the data ranks, so each loss is multiplied by the number of
+        # data ranks.
         weight = self.data_ranks / max(tokens, 1) * self.scaler.scale
         summed: Tensor | None = None
         mode = self.config.sync.during_accumulation
@@ -415,7 +422,8 @@ class Trainer(TrainerParts):
         return summed
 
     def _form_quorum(self, feed: BatchFeed) -> Assignment:
-        """Form the quorum of the next step, and load the state that it gives to this replica."""
+        """Form the quorum of the next step. If this replica joins or rolls back, load the new
+        state."""
         assignment = self.quorum.start_step()
         if (state := assignment.received) is not None:
             self.load_state_dict(dict(state))
@@ -432,23 +440,26 @@ class Trainer(TrainerParts):
         return assignment
 
     def _read_part(self, assignment: Assignment, feed: BatchFeed, *, again: bool) -> StepBatch:
-        """Return this rank's part of the global batch; ``feed`` continues with the later batches.
-        ``again``: ``feed`` has passed this global batch already."""
+        """Return this rank's share of the global batch. ``feed`` continues with the next global
+        batch. ``again``: True if the step is repeated, so that ``feed`` has already read this
+        global batch."""
         if assignment.computes:
             prepared = None if again else self.upcoming
             return feed.part(assignment.plan, self.progress.samples, prepared)
-        # The later batches are read too: finite data end in the same step on all ranks.
+        # A rank that computes nothing still reads the later batches, so that it reaches the end of
+        # the data in the same step as the other ranks.
         batch = self._no_batch()
         if again or assignment.received or assignment.plan.share != feed.plan.share:
             feed.restart(assignment.plan, batch.position)
         return batch
 
     def _no_batch(self) -> StepBatch:
-        """Return the part of a rank that computes nothing of the next global batch."""
+        """Return the empty share of a rank that computes nothing in the next step."""
         return StepBatch([], 0, 0, 0.0, self.progress.samples + self.plan.global_batch_size)
 
     def _gradients(self, step: int, assignment: Assignment, batch: StepBatch) -> Tensor:
-        """Accumulate the gradients of this step; see `forward_backward`."""
+        """Accumulate the gradients of this step, and return this rank's summed loss; see
+        `forward_backward`."""
         self.data_ranks = assignment.data_ranks
 
         def compute() -> Tensor:

@@ -1,5 +1,5 @@
-"""The parts of a `Trainer` (`TrainerParts`), and its callbacks to the command that runs it
-(`LoopCallbacks`)."""
+"""The components of a `Trainer` (`TrainerParts`), and the callbacks by which the trainer informs
+the command that runs it (`LoopCallbacks`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from parallel2d.training.run_directory.ownership import OwnershipLock
 
 @dataclass(kw_only=True, eq=False)
 class TrainerParts:
-    """The parts of a `Trainer`, built by `build_trainer`."""
+    """The components of a `Trainer`, built by `build_trainer`."""
 
     config: TrainConfig
     run_dir: str
-    model: nn.Module  # parallel over ``mesh``, with its weights
+    model: nn.Module  # parallelized over ``mesh``, with initialized weights
     loss: ModelLoss
     mesh: DeviceMesh
     device: torch.device

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
-    """Open the configured data, and prepare them if necessary. Targets are limited to positions
-    with model outputs. Raises `ConfigError` for data that the model cannot read, and for custom
+    """Open the configured data, and prepare them if necessary. Targets at positions without a model
+    output are ignored. Raises `ConfigError` for data that the model cannot read, and for custom
     data with fewer samples than a global batch."""
     check_reads(config, parts)
     seed, seq_len = config.train.seed, config.train.seq_len
@@ -49,7 +49,7 @@ def open_training_data(config: TrainConfig, parts: ModelParts) -> OpenData:
 
 
 def check_reads(config: TrainConfig, parts: ModelParts) -> None:
-    """Raise `ConfigError` for token ids as input of a model that reads other data."""
+    """Raise `ConfigError` if the data are token ids and the model reads another kind of input."""
     name = config.data.name
     if parts.reads is not None and not config.data.has_own_samples:
         raise ConfigError(
@@ -59,7 +59,7 @@ def check_reads(config: TrainConfig, parts: ModelParts) -> None:
 
 
 def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> None:
-    """Raise `ConfigError` for token ids without an output of the model."""
+    """Raise `ConfigError` if the data have more token ids than the model has outputs."""
     if parts.vocab_size is not None and parts.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size={parts.vocab_size} is smaller than the {data.vocab_size} token ids "
@@ -69,8 +69,9 @@ def check_targets(config: TrainConfig, parts: ModelParts, data: OpenData) -> Non
 
 def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
     """Return ``config`` with ``train.steps`` computed from ``train.epochs`` and ``data``. Raises
-    `ConfigError` for fewer samples than a global batch, for keys that contradict the steps, and for
-    a metric that needs validation data if ``data`` has none."""
+    `ConfigError` if the data have fewer samples than a global batch, or if other keys contradict
+    the computed steps. Also raises it if a watched metric needs validation data and ``data`` has
+    none."""
     wanted = (config.train.stop.metric, config.checkpoint.keep_best)
     if data.validation is None and VALIDATION_LOSS in wanted:
         raise ConfigError(
@@ -99,15 +100,15 @@ def fit_to_data(config: TrainConfig, data: OpenData) -> TrainConfig:
 
 
 def check_position(restored: Mapping[str, object], data: OpenData, config: TrainConfig) -> None:
-    """Raise `ConfigError` if the checkpoint's position refers to other data; with
-    ``checkpoint.strict=false`` only log a warning."""
+    """Raise `ConfigError` if the run of the checkpoint used other data, so that its position is not
+    valid here. With ``checkpoint.strict=false`` only log a warning."""
     saved = restored.get("data_fingerprint")
     if saved in (None, data.fingerprint):
         return
     text = (
-        f"the checkpoint of step {restored['step']} was trained on other data, or on the same cut "
-        "otherwise (files, tokenizer, train.seq_len, train.seed, data.*): here sample "
-        f"{restored['samples']} is another sample"
+        f"the checkpoint of step {restored['step']} was trained on other data, or on the same "
+        "data with other settings (files, tokenizer, train.seq_len, train.seed, data.*): sample "
+        f"{restored['samples']} is a different sample here"
     )
     if config.checkpoint.strict:
         raise ConfigError(

@@ -58,7 +58,7 @@ class HandWritten:
         self.model = Llama(**config)
         for block in self.model.layers:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )

@@ -175,7 +175,7 @@ def fsdp2_loop(job: Job) -> Loop:
     mesh, model = job.mesh(), job.model()
     for block in model.layers:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
     micro_batches = functools.partial(_fsdp2_micro_batches, model)
     return Loop(model, adamw(model), clipping(model), micro_batches)
 

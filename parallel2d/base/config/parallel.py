@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 
     replicates: bool  # mesh.replicate may be above 1: several copies of the model
     shards: bool  # mesh.shard may be above 1: all three are sharded inside a copy
-    reshard_after_forward: bool  # parameters are freed until backward, the root's too
+    reshard_after_forward: bool  # parameters of all groups but the root's are freed until backward
     splits_updates: bool  # each replica updates a different part of the parameters
 
 

@@ -7,8 +7,8 @@ It adds the allocations of sharding to the activations of an unsharded model
 axis of one rank without casts, where unsharded parameters are aliases of the sharded parameters.
 The output of the last all-gather stays until the next all-gather. In backward the next groups are
 prefetched, as many as ``prefetch.backward`` says. Unsharded gradients of a group are copied for the
-reduction, and the copy stays until the next group's copy. The root's parameters are also freed
-after forward, and gathered again before the first gradient. Sums of gradients appear group by group
+reduction, and the copy stays until the next group's copy. The root's parameters stay unsharded
+until backward ends. Sums of gradients appear group by group
 in the first micro-batch, and stay. If replicas exchange gradients in another format, or each
 updates a part, sent and received values of two buckets are in memory.
 """
@@ -149,7 +149,7 @@ class _Step:
                     self._gathered_order.append(event.group)
                     if self._is_sharded and group.gathered:
                         held.returned = group.gathered
-                case "free" if self._frees:
+                case "free" if self._frees and event.group != self._root:
                     held.gathered -= group.gathered
                 case "gather_again":
                     self._gather_again(event.group, group, event.now)
@@ -171,10 +171,9 @@ class _Step:
         if number in self._whole:
             return
         self._whole.add(number)
-        self._held.gathered += group.gathered
-        # The root is not prefetched. The output of an all-gather stays until it is copied.
-        if number == self._root:
-            self._held.returned = group.gathered
+        # The root's parameters were not freed.
+        if number != self._root:
+            self._held.gathered += group.gathered
         self._see(activations)
         # Backward continues with the groups that ran before this group in forward; all groups
         # follow the root.

@@ -253,7 +253,8 @@ class _Estimate:
                 gather=self._collective("all_gather", traffic.gathered(group), "shard"),
                 scatter=self._collective(collective, scattered, "shard"),
                 reduce=0.0,
-                frees=frees,
+                # The root's group, the first here, stays unsharded until backward.
+                frees=frees and bool(found),
             )
             found += [seconds] * count
             in_order += [group] * count

@@ -121,6 +121,11 @@ def predicted_bytes(
         replicate, shard = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += count * replicate
         predicted["comm/shard/bytes"] += count * shard
+    if layout.config.strategy.placement.reshard_after_forward:
+        # Only the root's parameters are not freed after forward, and not gathered for backward.
+        root = group_traffic(layout.groups[-1].parameters, layout.shape.sharding.shard, 1)
+        again = layout.workload.accumulation * traffic.gathered(root)
+        predicted["comm/shard/bytes"] -= again
     for members in layout.replicated:
         # Every rank of the shard axis keeps these parameters: their gradients are averaged there.
         group = group_traffic(members, 1, layout.shape.replicate)

@@ -74,6 +74,7 @@ def shard(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    placement = config.strategy.placement
     shards = mesh_shape(mesh).shard > 1
     replicated = set(layout.replicated_of(model))
     alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
@@ -89,7 +90,8 @@ def shard(
             mesh=alone if modules[0] in replicated and alone is not None else mesh["shard"],
             # One rank sends nothing, so nothing is rounded to the communication dtype.
             mp_policy=policy if shards else replace(policy, reduce_dtype=None),
-            reshard_after_forward=config.strategy.placement.reshard_after_forward,
+            # None: torch frees all groups but the root's, which backward needs first.
+            reshard_after_forward=None if placement.reshard_after_forward else False,
             offload_policy=offload,
             ignored_params=ignored or None,
         )

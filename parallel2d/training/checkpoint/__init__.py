@@ -1,6 +1,8 @@
-"""Saves and loads checkpoints: `Checkpointer` for a run, `Checkpoint` to read a checkpoint.
+"""Saves and loads checkpoints. `Checkpointer` saves and restores a run; `Checkpoint` reads one
+checkpoint.
 
-A checkpoint is complete or absent, loads on any mesh, and executes no code when it is read.
+An interrupted save leaves no checkpoint. A checkpoint loads on any mesh, and reading it executes no
+code.
 """
 
 from parallel2d.base.files.tensor_file import DamagedCheckpointError

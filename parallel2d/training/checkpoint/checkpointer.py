@@ -1,7 +1,8 @@
 """`Checkpointer`: decides when a run saves, which checkpoints are kept (``keep_last``,
 ``keep_best``), which checkpoint the run resumes from, and how failed saves are handled.
 
-Every decision depends only on values that all ranks have, or is made by rank 0 and broadcast.
+Every decision depends only on values that are equal on all ranks, or rank 0 decides and broadcasts
+the result.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
-_POINT = "saves or restores a checkpoint"  # at which all ranks meet
+_POINT = "saves or restores a checkpoint"  # name of this point for `meet`, at which all ranks meet
 BEST = "best.json"  # file in the folder of the checkpoints with the step of the best checkpoint
 
 
 def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
-    """Join several models into one module; a parameter's name begins with its model's name."""
+    """Join several models into one module. The name of each parameter then begins with the name of
+    its model."""
     joined = nn.ModuleDict(models)
     if any(each.replicas_differ for each in masters_in(joined)):
         raise ConfigError(
@@ -85,29 +87,30 @@ def _joined(models: Mapping[str, nn.Module]) -> nn.Module:
 
 
 class Checkpointer:
-    """Saves and restores one run. Collective: every rank constructs it and calls its methods at the
-    same points.
+    """Saves and restores one run. Collective: every rank constructs a `Checkpointer` and calls its
+    methods in the same order.
 
     Args:
         config: the ``checkpoint`` section of the job.
-        run_dir: checkpoints go to ``checkpoints/`` in it unless ``config.folder`` is set.
-        mesh: the job's mesh; None for a single process without one.
-        model, optimizer: sharded or plain, or several, ``{"generator": ..., "critic": ...}``.
-            ``optimizer=None`` saves only models.
+        run_dir: the run directory. Checkpoints are written to its folder ``checkpoints/`` unless
+            ``config.folder`` is set.
+        mesh: the job's mesh; None for a single process.
+        model, optimizer: a sharded or unsharded model and its optimizer, or dicts of several, such
+            as ``{"generator": ..., "critic": ...}``. With ``optimizer=None`` only models are saved.
         layout: facts for the manifest: numbers, strings, lists and dicts.
         copies: the result of `in_memory_checkpoints` for the same ``config``; None: no in-memory
             checkpoints.
-        more_state: called before each save with its ``state``; returns entries that replace entries
-            of ``state``. It may be collective.
+        more_state: called before each save with the ``state`` to save; returns entries that are
+            added to ``state``, or replace entries in it. The call may be collective.
 
     Attributes:
-        blocked_s: seconds for which the last `save_if_due` blocked the loop.
-        age_steps: steps since the state in the newest published checkpoint.
+        blocked_s: seconds for which the last call of `save_if_due` blocked the loop.
+        age_steps: steps since the newest published checkpoint.
         failures: number of consecutive failed saves.
         published: steps that this object has published, ascending.
 
-    Raises `ConfigError`: the folder is not writable, or is not the same folder on every rank, or
-    ``config.memory_every`` is a number and ``copies`` is None.
+    Raises `ConfigError` if the folder is not writable, if it is not the same folder on every rank,
+    or if ``config.memory_every`` is a number and ``copies`` is None.
     """
 
     def __init__(
@@ -138,8 +141,9 @@ class Checkpointer:
                 optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
             )
         self.group = Group.new(mesh)
-        # A save in a thread has its own group. The decision of a step needs a second group, because
-        # the messages of two collectives that run at the same time on one group would mix.
+        # A save in a thread uses `group`. The broadcast in `save_if_due` needs a second group,
+        # because it may run during a save, and two concurrent collectives on one group would mix
+        # their messages.
         self._votes = Group.new(mesh) if config.enabled and config.every_minutes else None
         own_folder = os.path.join(os.fspath(run_dir), "checkpoints")
         if not config.folder:
@@ -150,10 +154,11 @@ class Checkpointer:
         self.published: list[int] = []
         self._known_good: set[int] = set()
         self._resume: Resume | None = None
-        # Rank 0, with `keep_best`: the best state that has a checkpoint; empty for none.
+        # On rank 0 with `keep_best`: the entry ``best`` of the best checkpoint; empty if none
+        # exists
         self._best: dict[str, Any] = {}
         self._staging = Staging()
-        # Resolves to step, error and bytes; None if a replica failed during the save.
+        # The result is (step, error, bytes), or None if a replica failed during the save.
         self._saving: Future[tuple[int, str | None, int] | None] | None = None
         self._given: tuple[int, dict[str, Any]] = 0, {}  # the arguments of the last save
         self._has_lost = False  # a replica failed during this save, which must be repeated
@@ -165,7 +170,7 @@ class Checkpointer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer; several are joined into one."""
+        """The optimizer. Several optimizers are joined into one."""
         given = self._optimizer
         return join_optimizers(given) if isinstance(given, Mapping) else given
 
@@ -182,28 +187,31 @@ class Checkpointer:
     def restore(
         self, *, restarted: bool = False, settings: bool = False, begin: bool = True
     ) -> dict[str, Any] | None:
-        """Restore model, optimizer and random generators according to ``config.resume``.
+        """Restore the model, the optimizer and the random generators according to
+        ``config.resume``.
 
         ``auto`` loads the newest complete checkpoint of this run after verification, and skips
         damaged checkpoints with a warning that gives the reason. ``never`` moves existing
-        checkpoints aside. A path is loaded as given; if it belongs to another run and this run
-        already has checkpoints (it was restarted), the run's own checkpoints take precedence.
-        Collective.
+        checkpoints aside, which renames them to ``aside-...``, and starts a new run. A path loads
+        the checkpoint at this path. If the path belongs to another run and this run already has
+        checkpoints, for example after a restart, the newest checkpoint of this run is loaded
+        instead. Collective.
 
         Args:
-            restarted: these workers replace earlier workers of the same run, or the run returns to
-                an older step: load its newest checkpoint or in-memory checkpoint, and ignore
-                ``config.resume``. One rank that passes True is enough.
-            settings: parameter groups take the saved lr, betas and weight decay, so that a torch
-                scheduler continues. By default they keep the settings of their construction.
+            restarted: True if these workers replace earlier workers of the same run, or if the run
+                rolls back. The newest checkpoint on disk or in memory is loaded, and
+                ``config.resume`` is ignored. It is enough if one rank passes True.
+            settings: True to load the saved lr, betas and weight decay into the parameter groups,
+                so that a torch scheduler continues. By default the groups keep the settings of
+                their construction.
             begin: False leaves the run's folders unchanged until `begin` is called, for callers
                 that may still reject the restored state.
 
-        Returns the ``state`` of the loaded save, including ``step``, or None if the run starts from
-        step 0: there was nothing to resume, or ``load=model_only`` took only weights.
+        Returns the ``state`` of the loaded checkpoint, including ``step``. Returns None if the run
+        starts from step 0: no checkpoint was found, or ``load=model_only`` loaded only the weights.
 
-        Raises `ConfigError`: all checkpoints are damaged, the path is not a checkpoint, or the
-        checkpoint does not fit model or optimizer.
+        Raises `ConfigError` if all checkpoints are damaged, if the path is not a checkpoint, or if
+        the checkpoint does not fit the model or the optimizer.
         """
         meet(self.model, _POINT)
         self.collect()
@@ -232,8 +240,8 @@ class Checkpointer:
 
     def begin(self) -> None:
         """Continue the run from the state that `restore` has loaded: move the skipped checkpoints
-        aside, delete in-memory checkpoints of other states, and record the best checkpoint.
-        Collective."""
+        aside, delete all in-memory checkpoints except the loaded one, and record the best
+        checkpoint. Collective."""
         if self._resume is None:
             return
         self._resume.set_aside()
@@ -250,7 +258,8 @@ class Checkpointer:
         return self.store.path_of(max(self._known_good)) if self._known_good else None
 
     def best(self) -> str | None:
-        """Return the path of the checkpoint that ``keep_best`` keeps. Rank 0; None on others."""
+        """Return the path of the best checkpoint of ``keep_best`` on rank 0; None on other
+        ranks."""
         return self.store.path_of(self._best["step"]) if self._best else None
 
     def take_over(self, state: dict[str, Any]) -> None:
@@ -264,8 +273,9 @@ class Checkpointer:
             self._best = best
 
     def _find_best(self, state: dict[str, Any], own: Sequence[int]) -> None:
-        """Adopt the best step in ``state``. If its checkpoint is not among the ``own`` steps of
-        this run, remove it from ``state``; the next value then counts as the best."""
+        """Continue with the best step in ``state``. If the best checkpoint is not among the ``own``
+        steps of this run, remove ``best`` from ``state``; the next measured value then counts as
+        the best."""
         self._best = {}
         # The state has not been validated yet and may have any origin.
         best = state.get("best")
@@ -289,26 +299,29 @@ class Checkpointer:
         due: bool | None = None,
         wanted: bool = False,
     ) -> None:
-        """Save after ``step`` (steps count from 1) if a save is due.
+        """Save a checkpoint after ``step`` if a save is due. Steps count from 1.
 
-        By default the call returns after staging, and a thread writes the files. Collective.
+        By default the call returns after the copy to CPU, and a thread writes the files.
+        Collective.
 
         Args:
             state: the state of the run except model and optimizer: numbers, strings, lists, dicts.
-                ``samples`` is the position in the data; ``best``, with ``keep_best``, has
-                ``step``, ``value``, ``metric`` and ``mode`` of the best state so far.
-            last: the run ends here: save regardless of the interval.
-            preempted: save now, and return only after publication.
-            due: True if ``every_minutes`` have passed and all ranks have already agreed on this
-                (see `time_is_up`); None: rank 0's clock decides, with one broadcast per step.
-            wanted: save regardless of the interval, and continue.
+                The entry ``samples`` is the position in the data. With ``keep_best``, the entry
+                ``best`` has the ``step``, ``value``, ``metric`` and ``mode`` of the best state so
+                far.
+            last: True if the run ends after this step: save regardless of the interval.
+            preempted: True to save now, and return only after the checkpoint is published.
+            due: True if ``every_minutes`` have passed; the value must be equal on all ranks (see
+                `time_is_up`). None: rank 0's clock decides, with one broadcast per step.
+            wanted: True to save regardless of the interval.
 
         Raises `CheckpointError` on every rank after ``max_failures`` consecutive failures.
         """
         begin = time.perf_counter()
         self._last_step = step
         self.blocked_s = 0.0
-        # The last state and the state at a preemption must be on disk in any case.
+        # The last state and the state at a preemption are always saved to disk, so they need no
+        # in-memory checkpoint.
         if self.in_memory is not None and self.in_memory.is_due(step) and not (last or preempted):
             self.in_memory.save(self._state(step, state))
             self.blocked_s = time.perf_counter() - begin
@@ -332,8 +345,8 @@ class Checkpointer:
         return self.config.every > 0 and step % self.config.every == 0
 
     def time_is_up(self) -> bool:
-        """True if ``every_minutes`` have passed on this rank's clock, or if a replica failed during
-        a save, which must then be repeated."""
+        """True if ``every_minutes`` have passed on this rank's clock, or if a save must be repeated
+        because a replica failed during it."""
         minutes = self.config.every_minutes
         is_up = minutes > 0 and time.monotonic() - self._last_save >= minutes * 60
         return self._has_lost or is_up
@@ -371,8 +384,8 @@ class Checkpointer:
             )
 
     def finish(self) -> None:
-        """Wait for the save in progress, then delete the in-memory checkpoints. For a run that
-        ended successfully. Collective. Raises `CheckpointError` if the last save failed."""
+        """End a successful run: wait for the save in progress, then delete the in-memory
+        checkpoints. Collective. Raises `CheckpointError` if the last save failed."""
         self._complete()
         if self.failures:
             failed = f"({self.failures} failed in a row); see the log"
@@ -390,10 +403,10 @@ class Checkpointer:
     def _start(self, step: int, state: dict[str, Any], wait: bool) -> None:
         self._last_save = time.monotonic()
         self._given, self._has_lost = (step, state), False
-        # The members are fixed on this thread, before the thread of the save starts. The loop goes
-        # through later steps while the save runs, and replicas may fail or join in these steps: if
-        # ranks disagreed about the members of a save, it would wait for a rank that takes no part.
-        # Staging also stays on this thread, because the next step changes the tensors.
+        # The members are fixed on this thread, before the thread of the save starts. Later steps
+        # run during the save, and replicas may fail or join in these steps. If ranks disagreed
+        # about the members of a save, it would wait for a rank that does not take part. The copy to
+        # CPU also runs on this thread, because the next step changes the tensors.
         self.group.stay()
         taken = take(self._state(step, state), self.mesh, self.group.rank, self._staging)
 
@@ -422,10 +435,11 @@ class Checkpointer:
     def _state(self, step: int, state: dict[str, Any]) -> SavedState:
         meet(self.model, _POINT)
         state = {**state, **self._more_state(state)}
-        # Unsharded parameters of a forward would hide the sharded parameters.
+        # After a forward, the module may still have the unsharded parameters in place of the
+        # sharded parameters.
         reshard(self.model)
-        # Without `average_buffers` the files would combine one rank's mean with another rank's
-        # variance.
+        # Running statistics differ between ranks. Without this average, a checkpoint could combine
+        # one rank's mean with another rank's variance.
         average_buffers(self.model)
         described, optimizer = {}, self.optimizer
         if optimizer is not None:
@@ -447,8 +461,9 @@ class Checkpointer:
         return SavedState(manifest, shared, of_replica, rng_tensors(self.group.rank))
 
     def _clear_the_way(self, step: int) -> str | None:
-        """Rank 0: if a checkpoint of ``step`` exists, keep it and return a message if it is intact;
-        otherwise move it aside and return None."""
+        """Called on rank 0. If an intact checkpoint of ``step`` exists, return a message; the save
+        is then skipped. Otherwise move a damaged checkpoint of this step aside, if it exists, and
+        return None."""
         if step not in self.store.steps():
             return None
         try:
@@ -460,10 +475,11 @@ class Checkpointer:
         return f"{step_name(step)} exists already and is intact, so it is kept"
 
     def _retire(self, newest: int, best: dict[str, Any] | None) -> None:
-        """Rank 0: record the best checkpoint, and delete the checkpoints beyond ``keep_last``.
+        """Record the best checkpoint, and delete the checkpoints beyond ``keep_last``. Called on
+        rank 0.
 
-        Runs after publication only. The newest checkpoint was read back before it was published, so
-        a deletion never removes the last intact checkpoint.
+        Called only after a publication. The new checkpoint was read back before it was published,
+        so a deletion never removes the last intact checkpoint.
         """
         config = self.config
         try:
@@ -483,7 +499,7 @@ class Checkpointer:
             log.warning("an old checkpoint could not be deleted: %s", describe_error(fault))
 
     def _name_best(self) -> None:
-        """Rank 0: write `BEST`, or delete it."""
+        """Write the file `BEST`, or delete it if no best checkpoint exists. Called on rank 0."""
         text = None
         if self._best:
             named = {}

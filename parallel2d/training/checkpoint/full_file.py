@@ -1,5 +1,5 @@
-"""Single files with unsharded tensors, which a script in one process reads and writes with
-``torch.load`` and ``torch.save``: `save_full` and `load_full`."""
+"""Single files with unsharded tensors: `save_full` and `load_full`. A script in one process can
+read and write these files with ``torch.load`` and ``torch.save``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
     """Write ``{"model": ..., "optimizer": ..., **extra}`` to one file, with unsharded tensors as in
     ``state_dict()`` of the unparallelized model and optimizer.
 
-    Rank 0 writes the file completely or not at all. Rank 0 holds the unsharded state in CPU memory,
-    the other ranks one unsharded tensor at a time. Collective. Raises `ConfigError` on every rank
-    if the file cannot be written.
+    If the write fails, no file remains. Rank 0 holds the complete unsharded state in CPU memory;
+    each other rank holds one unsharded tensor at a time. Collective. Raises `ConfigError` on every
+    rank if the file cannot be written.
     """
     content = full_state(model, optimizer, key_by="id") | extra
-    # Called before the file is published, when every rank has gathered the whole state.
+    # A barrier: the file must not be published before every rank has gathered the complete state.
     group = _ranks_of(model)
     group.all_gather(None)
 
@@ -41,11 +41,11 @@ def save_full(path: Path, model: Models, optimizer: Optimizers | None = None, **
 
 
 def load_full(path: Path, model: Models, optimizer: Optimizers | None = None) -> dict[str, Any]:
-    """Load a file that `save_full` or a script in one process wrote: a dict with both states, or
-    only the model's state dict.
+    """Load a file that `save_full` or a script in one process has written. The file contains either
+    the dict of `save_full`, or only the model's state dict.
 
-    Returns all other entries of the dict on every rank. Rank 0 reads, tensor by tensor, and
-    executes no code in the file. Collective. Raises `ConfigError` on every rank if the file cannot
+    Returns all other entries of the dict on every rank. Rank 0 reads the file one tensor at a time,
+    and executes no code from it. Collective. Raises `ConfigError` on every rank if the file cannot
     be read, and as `load_full_state`.
     """
     content: dict[str, Any] = {}

@@ -1,21 +1,22 @@
-"""Checkpoints in memory: `in_memory_checkpoints` keeps the state of a run in shared memory, so that
-restarted ranks recover without a checkpoint on disk.
+"""Checkpoints in memory: `in_memory_checkpoints` copies the state of a run to shared memory, so
+that restarted ranks recover without a checkpoint on disk.
 
 [Note: in-memory checkpoints] The shared memory of a node outlives the worker processes. Every few
-steps each rank stages its part of the state, and a thread writes this part to shared memory as a
-checkpoint of one rank, here called a copy; see [Note: atomic publication]. The previous copy stays
-until the new copy is complete on all ranks. If a node fails, the ranks at the same position of
-other replicas hold the same state. With ``strategy=hybrid_full``, where replicas split the state, a
-rank of another replica keeps a second copy.
+steps each rank copies its local shards to CPU, and a thread writes them to shared memory as a
+checkpoint of one rank. This checkpoint is called a *copy* here; it is published as in
+[Note: atomic publication]. The previous copy stays until the new copy is complete on all ranks. If
+a node fails, the ranks at the same position of other replicas have copies of the same state. With
+``strategy=hybrid_full`` the state is split over the replicas, so a rank of another replica stores a
+second copy.
 
-On the same mesh, all ranks load the newest step with a copy for every rank. Nodes without a copy
-receive their parts from other nodes. If a part is missing on all nodes, the run loads the newest
-checkpoint on disk.
+After a restart on the same mesh, all ranks load the newest step with a copy for every rank. Nodes
+without a copy receive it from other nodes. If no node has the copy of a rank, the run loads the
+newest checkpoint on disk.
 
-[Note: lineage] At each start and each rollback the run gets a new random name, and its copies are
+[Note: lineage] At each start and each rollback the run gets a new random name, and later copies are
 stored under this name. ``memory.json`` in the run directory records the last name, and the copy
-that was loaded under it. All other copies are ignored. Therefore no rank loads a copy of another
-run, or of steps that the run has rolled back, on whichever node the copy is.
+that was loaded when this name was chosen. All other copies are ignored. Therefore no rank loads a
+copy of another run, or of steps that were rolled back.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ log = logging.getLogger(__name__)
 AUTO_EVERY = 10  # steps, with checkpoint.memory_every=auto
 RECORD = "memory.json"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-# The path of a copy below the folder of a run. The group "of" is the number of the rank that owns
-# the state, or of a position in a replica if all ranks at this position have the same state.
+# The path of a copy below the folder of a run: name of the start, the writing rank, the owner of
+# the state ("of"), and the step. With the kind "rank", only rank "of" has this state. With the kind
+# "place", all ranks at the same position as rank "of" in other replicas have the same state.
 _COPY = re.compile(
     r"(?P<start>[0-9a-f]{16})/rank-\d{5,9}/(?P<kind>rank|place)-(?P<of>\d{5,9})"
     r"/step-(?P<step>\d{8,18})"
@@ -89,13 +91,14 @@ def in_memory_checkpoints(
     """Return the in-memory checkpoints that ``config.memory_every`` requests, or None.
 
     Pass the result to a `Checkpointer` with the same arguments. Rank 0 decides for all ranks,
-    because environment variables may differ. Collective.
+    because environment variables may differ between ranks. Collective.
     """
     group = Group.new(mesh)
     every = config.memory_every if config.enabled else 0
     if every == "auto":
         starts_again = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        # If replicas may fail and do not split the state, the surviving replicas hold it.
+        # If replicas may fail and each replica has the complete state, the surviving replicas
+        # provide it.
         is_needed = (replicas := current()) is None or replicas.needs_all
         every = AUTO_EVERY if starts_again and is_needed else 0
     every = int(group.broadcast(every))
@@ -117,27 +120,27 @@ def forget_in_memory_checkpoints(run_dir: str | os.PathLike[str]) -> None:
 class InMemoryCheckpoints:
     """The in-memory checkpoints of one run.
 
-    Every rank constructs this object and calls its methods at the same points. ``group`` must not
-    be used elsewhere, because a background thread uses it during the training loop. An error on any
-    rank sets ``on`` to False on all ranks and logs one warning. If a rank has failed, all copies
-    stay, because they exist for this case.
+    Every rank constructs this object and calls its methods in the same order. ``group`` must not be
+    used elsewhere, because a background thread uses it during the training loop. An error on any
+    rank sets ``on`` to False on all ranks and logs one warning. If a rank has failed, the copies
+    are not deleted, because the restarted ranks load them.
     """
 
     def __init__(self, every: int, run_dir: str, mesh: DeviceMesh | None, group: Group) -> None:
         self.every, self.run_dir, self._group, self.on = every, run_dir, group, True
         self._follows_updates = False
         self._shape = (MeshShape(1, 1) if mesh is None else mesh_shape(mesh)).shown
-        # Rank -> the ranks at the same position of each replica.
+        # Rank -> the ranks at the same position in all replicas
         self._rows = {group.rank: [group.rank]}
         if mesh is not None:
             for row in ranks_of(mesh).flatten(1).T.tolist():
                 self._rows |= dict.fromkeys(row, row)
-        # Step -> rank -> the rank that can read its copy, and the path of this copy.
+        # Step -> rank -> (a rank that can read the copy of this rank, path of the copy)
         self._sources: dict[int, dict[int, tuple[int, str]]] = {}
         self._opened: tuple[Any, ...] = ()  # start and step of the loaded copy
         self._start = ""  # the name of this start, set by `begin`
         self._staging, self._staged = Staging(), _NOTHING
-        self._whole = 0  # the newest complete step of this start: it has a copy on every rank
+        self._whole = 0  # newest step of this start with a copy on every rank
         self._due_now = False
         self._copying: Future[None] | None = None
         self._root = self._folder = ""
@@ -152,13 +155,13 @@ class InMemoryCheckpoints:
     # At the start of the run and at a rollback
 
     def steps(self) -> list[int]:
-        """Return the steps that `open` accepts, ascending: the steps of this run with a copy for
-        every rank. Collective."""
+        """Return the steps of this run with a copy for every rank, ascending. `open` accepts these
+        steps. Collective."""
         self.wait()
         self._group.stay()
         self._sources, self._opened = {}, ()
         answers = self._group.all_gather((self._group.rank, self.on, self._copies()))
-        # A rank that started later does not know of earlier errors.
+        # A rank that has restarted does not know of earlier errors.
         self.on = all(is_on for _, is_on, _ in answers)
         if self.on:
             found = {}
@@ -184,7 +187,8 @@ class InMemoryCheckpoints:
         except (OSError, ValueError) as fault:
             log.warning("in-memory checkpoints are ignored: %s", describe_error(fault))
             return {}
-        # Step -> rank -> the copies of its state, each with a rank that can read it.
+        # Step -> rank -> pairs of a rank that can read a copy of the state, and the path of this
+        # copy
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for rank, paths in reached.items():
             for copy in filter(None, map(_COPY.fullmatch, paths)):
@@ -204,7 +208,7 @@ class InMemoryCheckpoints:
         return sources
 
     def open(self, step: int) -> Checkpoint:
-        """Load and verify the copy of ``step``. If a rank cannot read its copy, all ranks raise
+        """Read and verify the copy of ``step``. If a rank cannot read its copy, all ranks raise
         `DamagedCheckpointError` with the reason. Collective."""
         rank, sources, group = self._group.rank, self._sources[step], self._group
         reached = set()
@@ -235,9 +239,9 @@ class InMemoryCheckpoints:
         return [torch.frombuffer(each.buffer(0, each.size), dtype=torch.uint8) for each in found]
 
     def _exchange(self, sent: Mapping[int, Tensor]) -> Tensor:
-        """Send the bytes in ``sent`` to their ranks, and return the received bytes. Collective.
-        ``sent``: the bytes by target rank, in the order of the ranks. At most one rank sends to
-        each target."""
+        """Send ``sent`` to other ranks, and return the bytes that this rank receives. Collective.
+        ``sent``: the bytes for each target rank, in the order of the ranks. At most one rank sends
+        to each target."""
         sizes = {to: data.numel() for to, data in sent.items()}
         incoming = []
         for each in self._group.all_gather(sizes):
@@ -253,17 +257,16 @@ class InMemoryCheckpoints:
         return received
 
     def begin(self, base: int) -> None:
-        """Continue the run from step ``base``, and delete all copies except the loaded copy, which
-        stays until a newer copy is complete. Collective."""
+        """Continue the run from step ``base``, and delete all copies except the loaded copy. The
+        loaded copy stays until a newer copy is complete. Collective."""
         if not self.on:
             return
         self._start, self._whole = self._group.broadcast(os.urandom(8).hex()), 0
         loaded = self._opened if base in self._opened else ()
 
-        # The order is: record the new name, delete the old copies, then write. The record is first,
-        # because a crash must not leave old copies under the recorded name. `_try` returns after
-        # every rank has finished. Therefore no rank writes a copy while another rank of its node
-        # still deletes copies.
+        # The new name is recorded before old copies are deleted, because a crash must not leave old
+        # copies under the recorded name. `_try` returns after every rank has finished. Therefore no
+        # rank writes a copy while another rank of its node still deletes copies.
         def clear() -> None:
             if self._group.is_first:
                 record = {"start": self._start, "loaded": loaded}
@@ -277,15 +280,16 @@ class InMemoryCheckpoints:
             os.makedirs(self._own_folder)
 
         if self._try(clear):
-            self._due_now = bool(loaded)  # nodes that have joined hold no copy yet
+            self._due_now = bool(loaded)  # nodes that have replaced others have no copy yet
             self._group.log(
                 f"in-memory checkpoints on: one every {self.every} steps in {self._root}"
             )
 
     def follow(self) -> None:
-        """Continue with the copies of the donor, whose state this replica has received."""
+        """Continue with the name of the current start. Called in a replica that has received its
+        state from a donor."""
         self._start, _ = _read_record(self.run_dir)
-        self.on = bool(self._start)  # without a record the donor has turned the copies off
+        self.on = bool(self._start)  # without a record, in-memory checkpoints were turned off
         os.makedirs(self._own_folder, exist_ok=True)
 
     @property
@@ -295,19 +299,21 @@ class InMemoryCheckpoints:
     # In the loop
 
     def is_due(self, step: int) -> bool:
-        """True if `save` must be called after ``step``. If so, wait for the previous copy first."""
+        """True if `save` must be called after ``step``. In this case the method also waits for the
+        previous copy."""
         if step % self.every and not self._due_now:
             return False
         self.wait()
         return self.on
 
     def save(self, state: SavedState) -> None:
-        """Copy the state in the background. An error turns the copies off and does not raise.
-        Collective."""
+        """Copy the state in the background. An error turns in-memory checkpoints off and is not
+        raised. Collective."""
         step = state.manifest.step
         if not self._start:
             self.begin(step - 1)
-        # State that replicas split, or that differs between replicas, needs a copy per rank.
+        # If the state is split over the replicas, or differs between them, each rank needs a copy
+        # of its own state.
         several = len(self._rows[self._group.rank]) > 1
         splits = several and any("replicate" in split_dims(each) for each in state.shared.values())
         kind = "rank" if splits or state.of_replica else "place"
@@ -324,7 +330,8 @@ class InMemoryCheckpoints:
             self._staged = self._staging.start(blocks, ids)
             if not self._whole:
                 self._check_room(splits)
-        except Exception as error:  # `_finish_copy` reports it to all ranks, and training continues
+        # `_finish_copy` reports the error to all ranks, and training continues
+        except Exception as error:
             fault = error
         self._group.stay()
         has_state = not is_joining()
@@ -351,9 +358,9 @@ class InMemoryCheckpoints:
             if has_state:
                 self._write(f"{kind}-{self._group.rank:05d}", manifest, self._staged)
 
-        # An exception means that a rank has failed, which the training loop notices too. The copies
-        # of earlier starts are deleted last, because the loaded copy is the only complete one until
-        # all ranks have a copy of this start.
+        # An exception means that a rank has failed, and the training loop detects this failure
+        # itself. The copies of earlier starts are deleted last: until all ranks have a copy of this
+        # start, only the loaded copy is complete.
         with contextlib.suppress(Exception):
             if not self._try(write) or (splits and not self._keep(manifest)):
                 return
@@ -363,8 +370,8 @@ class InMemoryCheckpoints:
                     shutil.rmtree(start, ignore_errors=True)
 
     def follow_updates(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Make each step of ``optimizers`` wait until the last state is staged. Without this call
-        the next forward pass waits."""
+        """Make each step of ``optimizers`` wait until the last state is copied to CPU. Without this
+        call the next forward pass waits for the copies."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._staging.before_update())
             self._follows_updates = True
@@ -376,7 +383,7 @@ class InMemoryCheckpoints:
         if manifest.step == self._whole and manifest.step in store.steps():
             return
         place = store.begin(manifest.step, "copy")
-        # Free the memory of all older copies except the newest complete one.
+        # Delete all older copies except the copy of the newest complete step.
         for step in store.steps():
             if step != self._whole:
                 store.delete(step)
@@ -384,10 +391,12 @@ class InMemoryCheckpoints:
         store.publish(place, manifest.step, manifest.encode())
 
     def _keep(self, manifest: Manifest) -> bool:
-        """Send this rank's copy to a rank of another replica, and store the copy of a third rank.
-        Replicas split the state, so each copy must survive a failure of its node."""
+        """Send this rank's state to a rank of another replica, and store the state of a third rank
+        as a copy. This is needed if the state is split over the replicas, because each state must
+        survive the failure of its node."""
         row = self._rows[self._group.rank]
-        # The distance is half of the replicas: another node, unless all replicas are on one node.
+        # The other rank is half of the replicas away, and therefore on another node, unless all
+        # replicas are on one node.
         here, away = row.index(self._group.rank), len(row) // 2
         to = row[(here + away) % len(row)]
         text = self._exchange({to: as_bytes(exchange.encode(manifest).encode())})
@@ -398,12 +407,13 @@ class InMemoryCheckpoints:
     def _check_room(self, splits: bool) -> None:
         """Raise `CheckpointError` if two copies do not fit into the memory of this node. Called
         before the first copy."""
-        # The ranks of a node have their folders in one place, and parts of about the same size.
+        # The ranks of a node have their folders in the same parent folder, and states of about the
+        # same size.
         ranks = len(os.listdir(os.path.dirname(self._own_folder)))
         share = ranks * self._staged.numel()
         mib = share * (4 if splits else 2) / 2**20
         system = os.statvfs(self._root)
-        # The copy of another replica is received as one tensor before it is written.
+        # The state from another replica is received as one tensor before it is written.
         received = share if splits else 0
         # Leave a tenth of the free memory of this machine or container unused.
         free = min(system.f_bavail * system.f_frsize, 0.9 * free_memory() - received)
@@ -416,12 +426,12 @@ class InMemoryCheckpoints:
         self._group.log(f"in-memory checkpoints: {mib:.1f} MiB of memory on this node")
 
     def wait(self) -> None:
-        """Wait until the last copy is complete on all nodes, or has failed."""
+        """Wait until the last copy is complete on all ranks, or has failed."""
         if self._copying is not None:
             self._copying.result()
 
     def finish(self) -> None:
-        """Delete the copies of a run that has ended successfully. Collective."""
+        """Delete the copies at the end of a successful run. Collective."""
         self.wait()
         if self.on:
             self._group.stay()
@@ -429,8 +439,8 @@ class InMemoryCheckpoints:
                 self._remove()
 
     def _try(self, work: Callable[[], object]) -> bool:
-        """Run ``work`` on every rank. An error on any rank turns the copies off. Return True if the
-        copies are on. Collective."""
+        """Run ``work`` on every rank. An error on any rank turns in-memory checkpoints off. Return
+        True if they are on. Collective."""
         try:
             self._group.agree(work)
         except ConfigError as fault:
@@ -455,8 +465,8 @@ class InMemoryCheckpoints:
 
 
 def _changed_by_updates(state: SavedState) -> set[str]:
-    """Return the names of the tensors that only an update changes."""
-    # With sync=diloco an exchange that has started earlier may change the outer parameters.
+    """Return the names of the tensors that only the optimizer changes."""
+    # With sync=diloco an outer exchange that has started earlier may change the outer parameters.
     if any(name.startswith("sync/") for name in state.shared):
         return set()
     buffers = {f"model/{name}" for name in state.manifest.buffers}
@@ -465,16 +475,17 @@ def _changed_by_updates(state: SavedState) -> set[str]:
 
 
 def _nearest(rank: int, sources: Sequence[tuple[int, str]]) -> tuple[int, str]:
-    """Choose a copy for ``rank`` in this order: the copy that this rank has written, which contains
-    its random state; a copy that it can read; a copy of another rank, with senders in turn."""
+    """Choose a copy for ``rank``. The first choice is the copy that this rank has written, because
+    it contains the rank's random state. The second choice is any copy that this rank can read.
+    Otherwise another rank sends its copy, and the senders take turns."""
     here = [source for source in sources if source[0] == rank]
     own = [source for source in here if f"/rank-{rank:05d}/" in source[1]]
     return (own or here or [sources[rank % len(sources)]])[0]
 
 
 def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of the last start, and the start and step of the copy that it has loaded.
-    Raises OSError or ValueError."""
+    """Return the name of the last start, and the name and step of the copy that this start has
+    loaded. Raises OSError or ValueError."""
     try:
         content = files.read_json(os.path.join(run_dir, RECORD))
     except FileNotFoundError:
@@ -486,14 +497,14 @@ def _read_record(run_dir: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def open_place() -> str:
-    """Return the folder for copies in this node's shared memory; create it if it is missing. Raises
-    OSError if other users can access the folder."""
+    """Return the folder for copies in this node's shared memory, and create it if it is missing.
+    Raises OSError if the folder does not belong to this user only."""
     path = os.environ.get(MEMORY_DIR)
     if path:
         with contextlib.suppress(FileNotFoundError):
             mode = os.lstat(path).st_mode
-            # The folder may be shared, like /tmp: private permissions would exclude all other
-            # users.
+            # The folder may be shared with other users, like /tmp. Making it private would lock
+            # them out.
             if stat.S_ISDIR(mode) and mode & 0o022:
                 raise PermissionError(
                     errno.EPERM, "other users may write to it; use a folder inside it", path
@@ -508,7 +519,8 @@ def open_place() -> str:
 
 
 def used(path: str) -> int:
-    """Return the bytes that the files below ``path`` occupy, while other ranks may rename files."""
+    """Return the bytes that the files below ``path`` occupy. Other ranks may rename files during
+    the call."""
     blocks = 0
     for folder, _, names in os.walk(path):
         for name in names:

@@ -38,11 +38,12 @@ from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.storage import step_name
 
 STATE = "state.safetensors"
-_ROOM = 2**16  # spare bytes: numbers in the header and generator states may grow
+_ROOM = 2**16  # spare bytes, because the header and generator states may grow
 
 
 class Part(NamedTuple):
-    """A rectangle of the tensor ``name`` with the unsharded ``shape``, and its values."""
+    """A rectangle of the tensor ``name``, and the values in it. ``shape`` is the unsharded
+    shape."""
 
     name: str
     shape: torch.Size
@@ -51,14 +52,14 @@ class Part(NamedTuple):
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """Yield this rank's part of each tensor."""
+    """Yield this rank's local shard of each tensor."""
     for name, tensor in tensors.items():
         yield Part(name, tensor.shape, local_region(tensor), local_part(tensor.detach()))
 
 
 def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTensor], list[Tensor]]:
-    """Return the manifest entries of these parts, and the blocks of their ``file``: a header on
-    CPU, then the values on their device."""
+    """Return the manifest entries of ``parts``, and the blocks of a file with these parts: the
+    header on CPU, then the values on their devices."""
     stored, entries, blocks = {}, [], []
     # Wide dtypes come first, so that every tensor begins at a multiple of its element size.
     for name, shape, region, values in sorted(parts, key=lambda each: -each.values.element_size()):
@@ -73,28 +74,29 @@ def pack(parts: Iterable[Part], file: str = STATE) -> tuple[dict[str, StoredTens
 
 
 class Staging:
-    """A CPU buffer for a packed file, allocated once, and the copies into it.
+    """A reusable CPU buffer for a packed file, and the copies into this buffer.
 
-    [Note: copies next to training] The copies of tensors on a device run on a separate stream. The
-    host waits for them only in `wait`, which a thread may call. Tensors that nothing but the
-    optimizer changes are still read while the next forward and backward run: `before_update` makes
-    the optimizer wait. For the copies of all other tensors the current stream waits immediately.
+    [Note: copies next to training] Tensors on a device are copied on a separate stream. The host
+    waits for the copies only in `wait`, which a background thread may call. Tensors that only the
+    optimizer changes are copied while the next forward and backward run, and `before_update` makes
+    the optimizer wait for these copies. For the copies of all other tensors the current stream
+    waits immediately.
     """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._locked_for = "cpu"  # the kind of device that the pages of the buffer are locked for
+        self._locked_for = "cpu"  # device type for which the buffer is page-locked
         self._stream: torch.Stream | None = None
         self._copied: list[Tensor] = []  # sources of copies that the host has not waited for
         self._is_read = False  # True if the next update must wait for the copies
 
     @torch.no_grad()
     def start(self, blocks: Sequence[Tensor], until_update: Collection[int] = ()) -> Tensor:
-        """Begin to copy the blocks into the buffer, one after the other. Returns their bytes, which
-        are complete after `wait`.
+        """Start to copy the blocks into the buffer, one after the other. Returns the part of the
+        buffer with the copies, which are complete after `wait`.
 
         Args:
-            blocks: the tensors, of which those on a device are on one kind of device.
+            blocks: the tensors to copy, on CPU or on devices of one type.
             until_update: ids of the blocks that only the optimizer changes.
         """
         sizes = []
@@ -109,7 +111,8 @@ class Staging:
             self._buffer = host_buffer(total + _ROOM, device_type)
             self._locked_for = device_type
         staged = self._buffer[:total]
-        # (block, its bytes), by the time at which the block may change
+        # Pairs of a block and its place in the buffer: blocks that may change now, and blocks that
+        # change only in the next update
         now: list[tuple[Tensor, Tensor]] = []
         later: list[tuple[Tensor, Tensor]] = []
         for block, piece in zip(blocks, staged.split(sizes), strict=True):
@@ -144,7 +147,7 @@ class Staging:
         self._copied = []
 
     def take(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Copy the blocks, and wait for the copies."""
+        """Copy the blocks, wait for the copies, and return them."""
         staged = self.start(blocks, set(map(id, blocks)))
         self.wait()
         self._is_read = False
@@ -159,9 +162,10 @@ class Staging:
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each block into its bytes."""
+    """Copy each block into its place in the buffer."""
     for block, piece in pairs:
-        # `copy_` makes a block contiguous, so that no second copy of all blocks exists.
+        # `copy_` also accepts blocks that are not contiguous, so no contiguous copies are needed
+        # first.
         piece.view(block.dtype).view(block.shape).copy_(block, non_blocking=True)
 
 
@@ -171,7 +175,7 @@ def as_bytes(data: bytes) -> Tensor:
 
 
 class _InMemory:
-    """The folder of a `Checkpoint` with a single file, held in a tensor of uint8."""
+    """The folder of a `Checkpoint` with a single file, whose bytes are in a tensor of uint8."""
 
     def __init__(self, label: str, data: Tensor) -> None:
         self.label, self.size, self._data = label, data.numel(), memoryview(data.numpy().data)
@@ -187,19 +191,19 @@ class _InMemory:
 
 
 class LocalState(Checkpoint):
-    """A checkpoint that describes every tensor and has one rank's part of each, in the file
-    `STATE`."""
+    """A checkpoint with the state of one rank. Its manifest describes every tensor, and the file
+    `STATE` has this rank's local shards."""
 
     def __init__(self, manifest: Manifest, data: Tensor, label: str) -> None:
-        # State of replicas in this file belongs to a single replica. Without a mesh it reads like
-        # the state of a run with one replica, and no state of other replicas counts as missing.
+        # The file has the state of a single replica. Without a mesh the manifest describes a run
+        # with one replica, so that the state of other replicas does not count as missing.
         folder: Any = _InMemory(label, data)
         super().__init__(folder, dataclasses.replace(manifest, mesh={}))
 
     @classmethod
     def from_bytes(cls, manifest: Tensor, data: Tensor, mesh: dict[str, int]) -> LocalState:
-        """Decode manifest and data of any origin, and verify them. Raises `DamagedCheckpointError`
-        for damaged data and for a mesh other than ``mesh``."""
+        """Decode and verify a manifest and its data, which need not be trusted. Raises
+        `DamagedCheckpointError` for damaged data and for a mesh other than ``mesh``."""
         decoded = Manifest.decode(manifest.numpy().tobytes(), MANIFEST, local=True)
         state = cls(decoded, data, f"{step_name(decoded.step)} from memory")
         if decoded.mesh != mesh:

@@ -1,10 +1,10 @@
 """The format of a checkpoint: `Manifest` lists its files and tensors, and is stored as JSON. The
 module `reader` reads the files.
 
-The manifest lists every file with size and checksum, and every tensor with the rectangles that it
-is stored in. The checksums protect only against accidents: an attacker can recompute them.
-Therefore JSON of any origin is decoded into checked data or one error: every name, number and dtype
-is checked as if hostile, and nothing is imported or instantiated.
+The manifest lists every file with its size and checksum, and every tensor with its stored
+rectangles. The checksums detect only accidental damage, because an attacker can recompute them.
+Therefore the JSON is treated as untrusted: every name, number and dtype is checked, invalid content
+raises an error, and no code from the file is imported or executed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ from parallel2d.training.progress import LARGEST_COUNT, problems_of_state
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_BYTES = 96 * 2**20  # two million chunks; a reader then needs 2 GiB of memory
+MAX_BYTES = 96 * 2**20  # about two million chunks, for which a reader needs 2 GiB of memory
 _MOST_AXES = 8
-TRAINED = "global_batch_size"  # a key in the layout of every run of the train command
+TRAINED = "global_batch_size"  # the ``layout`` of a run of the train command always has this key
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Keys that are stored without conversion, and keys with an object as their value.
+# Fields that are stored without conversion
 PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "buffers")
-# Dicts that a manifest keeps, and the keys that mark them in JSON. Other dict types, such as a
-# defaultdict, and namedtuples have more state than their items, and are refused.
+# The dict types that a manifest can store, and the keys that mark these types in JSON. Other dict
+# types, such as defaultdict, and namedtuples have state in addition to their items, and are
+# refused.
 _DICTS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
 _MARKED = {mark: kind for kind, mark in _DICTS.items()}
+# Fields whose value must be a JSON object
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 
 @sendable
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a tensor, and the file that stores it under `chunk_key`."""
+    """A rectangle of a tensor, and the file that stores it. The key in the file is `chunk_key`."""
 
     file: str
     region: Region
@@ -77,13 +79,15 @@ class Manifest:
     """The checked manifest of a checkpoint."""
 
     step: int
-    state: dict[str, Any] = field(default_factory=dict)  # of the caller: step, samples, counters
-    layout: dict[str, Any] = field(default_factory=dict)  # facts about the run that saved it
+    # State of the trainer: step, samples, counters
+    state: dict[str, Any] = field(default_factory=dict)
+    # Facts about the run that saved the checkpoint
+    layout: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
-    # Class, parameter groups, and the part of the state that is not tensors
+    # Class, parameter groups, and the state that is not stored as tensors
     optimizer: dict[str, Any] = field(default_factory=dict)
-    # Further names of shared parameters -> the name that stores the values
+    # Other name of a shared parameter -> name under which its values are stored
     tied: dict[str, str] = field(default_factory=dict)
     # Names of the model's tensors that are buffers
     buffers: list[str] = field(default_factory=list)
@@ -96,8 +100,9 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
     def encode(self) -> bytes:
-        """Return the JSON text. Infinity and NaN, which JSON lacks, become strings."""
-        # The position is for people and other programs: `decode` reads it from the state.
+        """Return the JSON text. Infinity and NaN become strings, because JSON has no such
+        numbers."""
+        # The position is written for other readers of the file. `decode` reads it from the state.
         content = {"format": FORMAT, "position": self.state.get("samples")}
         content |= {key: getattr(self, key) for key in PLAIN}
         content["files"] = {name: vars(file) for name, file in self.files.items()}
@@ -113,11 +118,12 @@ class Manifest:
     @classmethod
     @tensor_file.without_collector()
     def decode(cls, data: bytes, what: str = MANIFEST, *, local: bool = False) -> Manifest:
-        """Decode and check the JSON text. Raises `DamagedCheckpointError`, naming ``what``, for
-        any text that `encode` cannot have produced.
+        """Decode and check the JSON text. Raises `DamagedCheckpointError`, with ``what`` in its
+        message, for any text that `encode` cannot have produced.
 
         Args:
-            local: the manifest lists one rank's part, so that chunks need not cover the tensors.
+            local: True if the manifest lists the local shards of one rank, so that the chunks need
+                not cover the tensors.
         """
         if len(data) > MAX_BYTES:
             raise DamagedCheckpointError(f"{what}: {len(data)} bytes, more than {MAX_BYTES}")
@@ -130,8 +136,8 @@ class Manifest:
                 files[name] = StoredFile(item["bytes"], item["sha256"])
             tensors, stored = {}, content["tensors"]
             tensor_file.check_number(len(stored), what)
-            # Entries are converted one at a time, because memory could not hold both forms of all
-            # entries.
+            # Entries are converted and removed one at a time, so that the JSON objects and the
+            # converted entries are not all in memory together.
             for name in list(stored):
                 tensors[name] = _decode_tensor(name, stored.pop(name), files, what, local)
             for name, other in content["tied"].items():
@@ -146,8 +152,8 @@ class Manifest:
 
 
 def require(checks: Iterable[tuple[object, str]]) -> None:
-    """Raise ValueError with the text of the first failed check. A check in a generator may rely on
-    the checks before it."""
+    """Raise ValueError with the text of the first failed check. ``checks`` may be a generator: it
+    is not advanced after a failed check, so each check may rely on the earlier checks."""
     for holds, problem in checks:
         if not holds:
             raise ValueError(problem)
@@ -244,14 +250,15 @@ def _decode_chunk(item: Any, shape: tuple[int, ...], files: Mapping[str, StoredF
 
 
 def check_tiling(shape: Sequence[int], regions: Sequence[Region]) -> None:
-    """Raise ValueError unless ``regions``, all inside ``shape``, cover it exactly once in a grid:
-    layouts cut a tensor along planes that span it. Takes linear time."""
+    """Raise ValueError unless ``regions`` form a grid that covers ``shape`` exactly once. All
+    regions must be inside ``shape``. A grid is sufficient, because every layout cuts a tensor along
+    complete planes. Takes linear time."""
     require(_tiling(shape, regions))
 
 
 def _tiling(shape: Sequence[int], regions: Sequence[Region]) -> Iterator[tuple[object, str]]:
     yield all(region.numel for region in regions), "it has an empty chunk"
-    cells = min(math.prod(shape), 1)  # of the grid; an empty tensor has none
+    cells = min(math.prod(shape), 1)  # number of cells of the grid; 0 for an empty tensor
     for dim, size in enumerate(shape):
         spans = sorted({(region.offsets[dim], region.ends[dim]) for region in regions})
         ends = [0, *(end for _, end in spans)]
@@ -270,7 +277,7 @@ def content_digest(content: Mapping[str, Any]) -> str:
 
 def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
     """Return a chunk's key in its file: the tensor's name, with ``@`` and the offsets if the chunk
-    is only a part."""
+    is not the complete tensor."""
     if region.lengths == tuple(shape):
         return name
     return f"{name}@{','.join(map(str, region.offsets))}"
@@ -279,9 +286,9 @@ def chunk_key(name: str, shape: Sequence[int], region: Region) -> str:
 def to_json(value: Any, place: str) -> Any:
     """Return a copy of ``value`` that JSON can store and `from_json` can restore.
 
-    Accepts None, booleans, numbers, strings, lists, tuples and dicts, also `Counter` and
-    `OrderedDict`; numpy's floats become Python's. Raises `ConfigError` for any other value, with
-    its ``place``, a path of keys.
+    Accepts None, booleans, numbers, strings, lists, tuples, dicts, `Counter` and `OrderedDict`.
+    NumPy's floats become Python floats. Raises `ConfigError` for any other value. ``place``: path
+    of keys to the value, for this error.
     """
     kind = type(value)
     match value:
@@ -303,7 +310,7 @@ def to_json(value: Any, place: str) -> Any:
             pairs = []
             for key, item in value.items():
                 pairs.append([key, to_json(item, f"{place}.{key}")])
-            # A key of the caller such as $tuple must not be read as a marker of this file.
+            # A caller's key such as $tuple must not be mistaken for a marker of this format.
             is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs)
             if kind is dict and is_plain:
                 return dict(pairs)
@@ -315,8 +322,8 @@ def to_json(value: Any, place: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Restore the value that `to_json` was given. Raises `DamagedCheckpointError` for any other
-    JSON."""
+    """Restore the value from which `to_json` produced ``value``. Raises `DamagedCheckpointError`
+    for invalid JSON objects."""
     try:
         match value:
             case list():

@@ -14,8 +14,8 @@ from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifes
 
 
 class Checkpoint:
-    """A readable checkpoint. The sizes and headers of the files are compared with the manifest
-    before any value is used; every method raises `DamagedCheckpointError` if they differ."""
+    """A readable checkpoint. The size and header of each file are compared with the manifest before
+    any value is read. Every method raises `DamagedCheckpointError` if they differ."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -31,7 +31,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """Open the checkpoint at a path or fsspec address. Checks the manifest, not the files."""
+        """Open the checkpoint at a path or fsspec address. This checks only the manifest."""
         folder = open_folder(path, mapped)
         data = folder.read(MANIFEST, MAX_BYTES)
         return cls(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))
@@ -45,7 +45,7 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{what}: {source.size} bytes, the manifest says {size}")
         header = tensor_file.read_header(source, what)
         expected = self._expected.get(name, {})
-        # A file of the right size may still belong to another checkpoint.
+        # A file with the expected size may still belong to another checkpoint.
         found = {}
         for key, entry in header.items():
             found[key] = (entry.dtype, entry.shape)
@@ -70,8 +70,8 @@ class Checkpoint:
                 )
 
     def copy_into(self, name: str, region: Region, destination: Tensor) -> None:
-        """Copy the rectangle ``region`` into ``destination``, which has its shape, and convert
-        the dtype."""
+        """Copy the rectangle ``region`` of tensor ``name`` into ``destination``, which has the
+        shape of ``region``. The values are converted to the dtype of ``destination``."""
         tensor = self.tensors[name]
         for chunk in tensor.chunks:
             common = chunk.region.intersect(region)
@@ -79,7 +79,8 @@ class Checkpoint:
                 continue
             source, header = self._file(chunk.file)
             entry = header[chunk_key(name, tensor.shape, chunk.region)]
-            # Read entire rows, which are consecutive in the file. A tensor without dims has one.
+            # Read complete rows, which are consecutive in the file. A tensor without dims has one
+            # row.
             rows, *others = common.slices_in(chunk.region) or (slice(0, 1),)
             values = tensor_file.read_rows(source, entry, rows.start, rows.stop)
             for dim, part in enumerate(others, start=1):
@@ -87,7 +88,8 @@ class Checkpoint:
             destination[common.slices_in(region)].copy_(values)
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copy this rank's part of the stored tensor ``name`` into ``tensor``, of equal shape."""
+        """Copy this rank's local shard of the stored tensor ``name`` into ``tensor``, which has the
+        same unsharded shape."""
         region = local_region(tensor)
         if region.numel:
             self.copy_into(name, region, local_part(tensor.detach()).view(region.lengths))

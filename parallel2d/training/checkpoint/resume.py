@@ -1,9 +1,9 @@
-"""Chooses the checkpoint that a run starts from, verifies and loads it, the same on all ranks:
-`Resume.run`.
+"""`Resume.run` chooses, verifies and loads the checkpoint from which a run starts. All ranks load
+the same checkpoint.
 
-Candidates are the run's own store, its in-memory checkpoints and the path in ``checkpoint.resume``.
-Rank 0 chooses and broadcasts the manifest. The ranks share the verification: each file is read
-once.
+Candidates are the checkpoints in the run's store, its in-memory checkpoints, and the path in
+``checkpoint.resume``. Rank 0 chooses a checkpoint and broadcasts its manifest. Each file is
+verified by one rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DAMAGED = "damaged"  # the reason for moving a checkpoint aside
 
 @dataclass
 class Resume:
-    """One search for a checkpoint, on every rank."""
+    """The search for a checkpoint to load. Every rank runs it."""
 
     config: CheckpointConfig
     store: Store
@@ -58,7 +58,7 @@ class Resume:
     optimizer: torch.optim.Optimizer | None
     in_memory: InMemoryCheckpoints | None
     settings: bool
-    own_step: int | None = None  # step of the loaded checkpoint if it is in this run's store
+    own_step: int | None = None  # step of the loaded checkpoint, if that is in this run's store
     stored: int = 0  # the newest intact step on disk; 0: none
     seen: Sequence[int] = ()  # all steps in this run's store
     _aside: dict[int, str] = field(default_factory=dict)  # step -> reason for moving it aside
@@ -68,15 +68,15 @@ class Resume:
         resume = self.config.resume
         own = self.seen = self._own_steps()
         copies: list[int] = []
-        # After a manual start, in-memory checkpoints count only with checkpoint.resume=auto, which
-        # requests the newest state of this run.
+        # After a manual start, in-memory checkpoints are candidates only with
+        # checkpoint.resume=auto, which requests the newest state of this run.
         if self.in_memory is not None and (restarted or resume == "auto"):
             copies = self.in_memory.steps()
         if restarted:
             state = self._newest(own, copies, "all")
             if state is not None:
                 return state
-            # The run has no checkpoint on disk, and none of its in-memory checkpoints is intact.
+            # The run has no checkpoint on disk, and no intact checkpoint in memory.
             copies = []
         if resume == "auto":
             return self._newest(own, copies, self.config.load)
@@ -101,9 +101,9 @@ class Resume:
         return self._newest(own, copies, "all")
 
     def set_aside(self) -> None:
-        """Move aside the checkpoints that the run does not continue from: checkpoints after the
-        chosen step, damaged checkpoints, and checkpoints that another start has written since.
-        Collective."""
+        """Move aside (rename to ``aside-...``) the checkpoints from which the run does not
+        continue: checkpoints after the chosen step, damaged checkpoints, and checkpoints that
+        another start has written since `run`. Collective."""
         if self.config.enabled:
             for step in self._own_steps():
                 if step not in self.seen:
@@ -111,14 +111,14 @@ class Resume:
 
         def move() -> None:
             for step, why in self._aside.items():
-                # Damaged checkpoints disturb only a run that writes checkpoints.
+                # A run that writes no checkpoints leaves damaged checkpoints in place.
                 if why == _DAMAGED and not self.config.enabled:
                     continue
                 try:
                     name = self.store.move_aside(step)
                     log.warning("%s: %s is now %s", why, step_name(step), name)
                 except Exception as fault:
-                    # A damaged checkpoint that stays is skipped again at the next start.
+                    # A damaged checkpoint may stay: the next start skips it again.
                     if why != _DAMAGED:
                         raise
                     log.warning("%s could not be moved aside: %s", step_name(step), fault)
@@ -162,12 +162,12 @@ class Resume:
         )
 
     def _way_to_start_again(self, never: str) -> str:
-        """Return the advice for damaged checkpoints of this run; ``never``: what
-        ``checkpoint.resume=never`` does."""
+        """Return the advice for a run with only damaged checkpoints. ``never``: the effect of
+        ``checkpoint.resume=never``, as text."""
         resume = self.config.resume
         if resume in ("auto", "never"):
             return f"checkpoint.resume=never {never}"
-        # With `never` the run would not begin with the weights that the user has named.
+        # With `never` the run would not start from the checkpoint that the user has named.
         return f"use a new hydra.run.dir with checkpoint.resume={resume} to start again from there"
 
     def _load_own(self, step: int, load: str) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Resume:
         return int(number) if parent == root and number.isdecimal() else None
 
     def _verified(self, path: str, follow: bool = True) -> Checkpoint:
-        """Open a checkpoint on all ranks, and read it once over all ranks together. Raises
+        """Open a checkpoint on all ranks, and verify it: each file is read by one rank. Raises
         `DamagedCheckpointError` on every rank."""
         data = self.group.on_first(lambda: _read_manifest(path, follow))
         folder = open_folder(path)
@@ -221,8 +221,8 @@ class Resume:
         label, same_ranks = checkpoint.folder.label, manifest.world_size == self.group.size
 
         def fill() -> list[str]:
-            # All checks come before the first change: a checkpoint that does not fit must leave
-            # model and optimizer untouched, because the next candidate is loaded into them.
+            # All checks come before the first change. A checkpoint that does not fit must leave the
+            # model and the optimizer unchanged, because the next candidate is loaded into them.
             passed_over = check_model(self.model, checkpoint, strict)
             settings: list[Settings] = []
             optimizer = self.optimizer if load == "all" else None
@@ -247,7 +247,7 @@ class Resume:
             self.group.agree(lambda: load_replica_state(self.model, checkpoint))
             if names_under(["rng"], checkpoint.tensors) and not same_ranks:
                 self.group.log(
-                    f"{label} was written by {manifest.world_size} ranks, here are "
+                    f"{label} was written by {manifest.world_size} ranks, and this run has "
                     f"{self.group.size}: the ranks' random generators start from the seed"
                 )
         if passed_over:

@@ -1,10 +1,11 @@
-"""One save on all ranks: `plan_writes` assigns every element to one rank, `take` copies this rank's
-share to CPU, and `write_checkpoint` writes and publishes it. `Checkpointer` decides when to save.
+"""One save on all ranks. `plan_writes` assigns every element to one rank, `take` copies this rank's
+elements to CPU, and `write_checkpoint` writes and publishes the checkpoint. `Checkpointer` decides
+when to save.
 
-The training loop waits only for staging. The write may run in a thread, because it communicates
-over a separate process group. Rank 0 creates the folder, all ranks write their files and report to
-rank 0, which writes the manifest, renames the folder and broadcasts the result. Therefore every
-rank raises the same error.
+The training loop waits only for the copy to CPU (staging). The write may run in a thread, because
+it communicates over a separate process group. Rank 0 creates the folder. All ranks write their
+files and report to rank 0, which writes the manifest and renames the folder. Rank 0 then broadcasts
+the result, so that every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from parallel2d.training.checkpoint.storage import (
 
 log = logging.getLogger(__name__)
 
-# The smallest part that a rank writes of a rectangle that other ranks hold too.
+# Smallest size of the parts into which a replicated rectangle is divided among its holders
 PART_BYTES = 16 * 2**20
 _TIMEOUT = timedelta(hours=4)  # ranks wait for the slowest disk
 
 
 class Group:
-    """The ranks that save together, over a separate gloo group; or a single process."""
+    """The ranks that save together, with a separate gloo group for their communication. Without a
+    process group it is a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -68,8 +70,8 @@ class Group:
         return cls(patient_group(_TIMEOUT, part))
 
     def stay(self) -> None:
-        """Fix the membership: all later calls raise `ReplicaLost` after the failure of a replica
-        that is now alive."""
+        """Fix the members to the replicas that are alive now. If one of them fails, all later calls
+        raise `ReplicaLost`."""
         stay_in_quorum(self.group)
 
     def log(self, text: str, level: int = logging.INFO) -> None:
@@ -84,8 +86,8 @@ class Group:
     def on_first(self, work: Callable[[], Any], what: str = "rank 0") -> Any:
         """Run ``work`` on the leader and return its result on every rank.
 
-        An error is raised on all ranks; an error other than `ConfigError` is converted to a
-        `ConfigError` about ``what``. Collective.
+        If ``work`` raises an error, all ranks raise a `ConfigError`. An error of another type is
+        converted to a `ConfigError` about ``what``. Collective.
         """
         answer: Any = None
         try:
@@ -99,8 +101,8 @@ class Group:
         return answer
 
     def agree(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on every rank and return this rank's result. If any rank fails, all ranks
-        raise its error afterwards. Collective."""
+        """Run ``work`` on every rank and return this rank's result. If ``work`` fails on any rank,
+        all ranks raise the error of that rank. Collective."""
         result: Any = None
         error: Exception | None = None
         try:
@@ -126,8 +128,8 @@ class Group:
 
 
 def check_folder(store: Store, group: Group) -> None:
-    """Raise `ConfigError` unless every rank sees the files that rank 0 writes. In a folder that is
-    not shared, each node would keep only its own part of a checkpoint. Collective."""
+    """Raise `ConfigError` unless every rank sees the files that rank 0 writes. If the nodes did not
+    share the folder, each node would have only the files of its own ranks. Collective."""
     root = store.root
 
     def prepare() -> None:
@@ -147,21 +149,22 @@ def check_folder(store: Store, group: Group) -> None:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a run, with the tensors of this rank."""
+    """The state of a run to save: its manifest, and the tensors of this rank."""
 
     manifest: Manifest  # without tensors and files
     shared: dict[str, Tensor]  # equal on all replicas
-    of_replica: dict[str, Tensor]  # shared only by the ranks of this replica
+    of_replica: dict[str, Tensor]  # state of this replica, sharded over its ranks
     own: dict[str, Tensor]  # on this rank only
 
 
 def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> Iterator[Part]:
-    """Yield the parts that this rank writes. Over all ranks, every element is written once.
+    """Yield the parts that this rank writes. Each element is written by exactly one rank.
 
     The assignment needs no communication: every rank computes the same assignment from the order of
-    ``tensors``, their placements and the mesh coordinates. A rectangle goes to the holder with the
-    fewest bytes so far, or in parts of at least `PART_BYTES` to several holders: the bytes are even
-    over the ranks, and the manifest stays small.
+    ``tensors``, their placements and the mesh coordinates. A local shard is a rectangle of its
+    tensor, and its holders are the ranks that replicate it. A rectangle is written by the holder
+    with the fewest bytes so far, or by several holders in parts of at least `PART_BYTES`. Thus all
+    ranks write about the same number of bytes, and the manifest stays small.
     """
     # Mesh axes -> bytes assigned so far to each of the ranks that hold the same rectangles.
     loads: dict[tuple[str, ...], list[int]] = {}
@@ -189,15 +192,16 @@ def plan_writes(tensors: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) 
                     offsets = (held.offsets[0] + begin, *held.offsets[1:])
                     lengths = (min(size_of_part, rows - begin), *held.lengths[1:])
                     written = Region(offsets, lengths)
-                # Empty if there are more ranks than rows.
+                # `written` is empty if there are more ranks than rows.
                 if written.numel:
                     values = local_part(tensor).detach().reshape(held.lengths)
                     yield Part(name, tensor.shape, written, values[written.slices_in(held)])
 
 
 def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], list[int]]:
-    """Return the mesh axes along which ranks hold the same rectangle, including axes outside the
-    tensor's own mesh, and the ranks that hold this rectangle, in the same order on each of them."""
+    """Return the mesh axes along which all ranks hold the same rectangle, and the ranks that hold
+    this rank's rectangle. The axes include mesh axes that are not in the tensor's device mesh. The
+    ranks have the same order on each holder."""
     if mesh is None:
         return (), [0]
     positions = axis_positions(mesh)
@@ -214,8 +218,8 @@ def _holders(tensor: Tensor, mesh: DeviceMesh | None) -> tuple[tuple[str, ...], 
 def take(
     state: SavedState, mesh: DeviceMesh | None, rank: int, staging: Staging
 ) -> tuple[Manifest, Tensor]:
-    """Copy this rank's share of ``state`` to CPU. Returns a manifest that lists only this share,
-    without files, and the content of this rank's file."""
+    """Copy the elements of ``state`` that this rank writes to CPU. Returns a manifest that lists
+    only these elements and no files, and the content of this rank's file."""
     mesh = None if mesh is None else sharding_mesh(mesh)
     parts = [*plan_writes(state.shared.items(), mesh), *local_parts(state.own)]
     if state.of_replica and mesh is not None:
@@ -241,8 +245,9 @@ def write_checkpoint(
     storage are returned, not raised.
 
     Args:
-        exists: called with the step on the leader of ``group``, before the folder is created. It
-            moves an earlier checkpoint of this step aside, or returns a reason to skip the save.
+        exists: called with the step on the leader of ``group``, before the folder is created. If a
+            checkpoint of this step exists, it moves this checkpoint aside, or returns a reason to
+            skip the save.
     """
     place = error = None
     is_first = group.is_first  # read once: the leader may change during the save
@@ -263,10 +268,10 @@ def write_checkpoint(
         files[name] = store.write(place, name, [memoryview(data.numpy().data)])
     except Exception as fault:
         error = f"rank {group.rank}: {describe_error(fault)}"
-    # The manifest may be written only after every file is on disk: this gather is the barrier that
-    # guarantees it. Without it a reader could find a published checkpoint while another node is
-    # still writing. The final broadcast gives all ranks the same result, so that all of them count
-    # the same failures and take the same decision about the next save.
+    # The manifest may be written only after every file is on disk, and this gather is the barrier
+    # that ensures this order. Without the barrier a reader could find a published checkpoint while
+    # another node is still writing. The final broadcast gives all ranks the same result, so that
+    # all ranks count the same failures and take the same decision about the next save.
     answers = group.gather((manifest.tensors, files, error))
     outcome: tuple[str | None, int] = (None, 0)
     if is_first:
@@ -277,7 +282,8 @@ def write_checkpoint(
 def _publish(
     manifest: Manifest, store: Store, place: str, answers: Sequence[Any]
 ) -> tuple[str | None, int]:
-    """Combine the ranks' answers (parts of tensors, file, error), and write the manifest."""
+    """Combine the ranks' answers (tensor entries, file, error) into the manifest, and publish the
+    checkpoint."""
     try:
         errors = []
         for _, _, error in answers:

@@ -1,14 +1,15 @@
-"""Names the state that a run saves, and loads it: `saved_tensors`, `load_model`, `load_optimizer`;
-`rng_tensors` and `restore_rng` for random generators.
+"""The tensors that a run saves, by name, and the functions that load them: `saved_tensors`,
+`load_model`, `load_optimizer`. `rng_tensors` and `restore_rng` save and restore random generators.
 
-Names are the same on every rank, layout and precision: ``model/<parameter or buffer>``,
+Names do not depend on the rank, the layout or the precision: ``model/<parameter or buffer>``,
 ``ema/<parameter>``, ``optimizer/<key>/<parameter>`` and ``rng/<rank>/<generator>``.
 
 If replicas train independently (``sync=diloco``), ``model/`` holds the outer parameters, so that
 every other layout can continue from them, and ``sync/`` holds the state of the outer optimizer.
-Each replica stores its parameters and its optimizer state in ``replica/<number>/``. A replica
+Each replica stores its parameters and its optimizer state under ``replica/<number>/``. A replica
 without an entry in the checkpoint starts from the outer parameters, with the optimizer state of
-another replica. The error-feedback buffers are stored there too, for every method that has them.
+another replica. Error-feedback buffers are also stored under ``replica/<number>/``, for every
+method with error feedback.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ log = logging.getLogger(__name__)
 
 STEPS = "sync/steps"
 _SHOWN = 20  # differences that a message lists in full
-# Length of the state of NumPy's legacy generator in words, and an upper limit for the number of
-# elements in the state of any generator.
+# Length of the state of NumPy's legacy generator in words, and the largest number of elements that
+# is accepted for the state of any generator
 _TWISTER, _LARGEST = 624, 2**16
 
 
@@ -62,15 +63,16 @@ def saved_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     found = _under("model", model_tensors(model)) | shared_tensors(model)
     if (average := ema_of(model)) is not None:
         found |= _under("ema", average.values)
-    # Replicas that train independently have separate optimizers: `replica_tensors`.
+    # If replicas train independently, `replica_tensors` returns the optimizer state of each
+    # replica.
     if optimizer is not None and STEPS not in found:
         found |= _under("optimizer", optimizer_tensors(model, optimizer))
     return found
 
 
 def load_ema(model: nn.Module, checkpoint: Checkpoint, *, restart: bool) -> None:
-    """Fill the EMA weights. With ``restart``, and for names that ``checkpoint`` does not have, they
-    start from the weights that have just been loaded. No communication."""
+    """Load the EMA weights. With ``restart``, all EMA weights start from the weights that have just
+    been loaded; otherwise only those whose names are not in ``checkpoint``. No communication."""
     average = ema_of(model)
     if average is None:
         return
@@ -125,8 +127,7 @@ def check_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, strict: bool
 ) -> list[str]:
     """Compare the optimizer with the stored optimizer, and report each difference as `check_model`
-    does. Settings such as lr do not count as differences: the running configuration decides about
-    them.
+    does. Settings such as lr are not compared, because the current configuration determines them.
     """
     lines = []
     stored = checkpoint.manifest.optimizer
@@ -154,8 +155,8 @@ def check_optimizer(
 
 
 def list_differences(lines: Sequence[str]) -> str:
-    """Join the lines, indented; show the first lines of a long list, and the number of all
-    others."""
+    """Join the lines, indented. For a long list, show the first lines and the number of omitted
+    lines."""
     shown = []
     for line in lines[:_SHOWN]:
         shown.append(f"  {line}")
@@ -167,8 +168,8 @@ def list_differences(lines: Sequence[str]) -> str:
 def stored_settings(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, wanted: bool
 ) -> list[Settings]:
-    """Return the stored settings of each parameter group of ``optimizer``, or only its counters if
-    the settings are not ``wanted``. Raises `ConfigError` if the match is ambiguous."""
+    """Return the stored settings of each parameter group of ``optimizer``. If ``wanted`` is False,
+    return only the counters among them. Raises `ConfigError` if a group has no unique match."""
     groups = checkpoint.manifest.optimizer.get("groups", [])
     stored = []
     for group in groups:
@@ -186,8 +187,8 @@ def stored_settings(
 
 
 def fitting_name(name: str, tensor: Tensor, manifest: Manifest) -> str | None:
-    """Find a tensor of the model with the same shape in a checkpoint, under its own name or under
-    the name that it was tied to. Returns None if neither exists."""
+    """Return the name in a checkpoint of the model's tensor ``name``, with the same shape. A tied
+    tensor may be stored under its first name. Returns None if the checkpoint has no such tensor."""
     source = f"model/{name}"
     if source not in manifest.tensors:
         source = f"model/{manifest.tied.get(name)}"
@@ -208,7 +209,7 @@ def names_under(prefixes: Iterable[str], names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill this rank's part of the parameters and persistent buffers of ``model`` in place.
+    """Load this rank's local shards of the parameters and persistent buffers of ``model`` in place.
 
     Values are converted to the dtype of the model; tensors without a match keep their values. No
     communication. Raises `DamagedCheckpointError` if a file does not match the manifest.
@@ -224,15 +225,15 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
 ) -> None:
-    """Fill the state of ``optimizer`` in place, and create state that does not exist yet.
+    """Load the state of ``optimizer`` in place, and create missing state.
 
     Parameter groups keep their settings; a parameter without a match starts with fresh state. No
     communication. Raises as `load_model`.
     """
     stored = checkpoint.manifest.optimizer
     trained = trained_parameters(model, optimizer)
-    # Without ``strict``, another optimizer class starts with fresh state: the same key can have a
-    # different meaning in another class.
+    # Without ``strict``, an optimizer of another class starts with fresh state, because a state key
+    # can have a different meaning in another class.
     if stored.get("class") != type(optimizer).__name__:
         drop_state(optimizer, trained, {})
         return
@@ -277,8 +278,9 @@ def _set_scalars(state: dict[str, Any], scalars: Mapping[str, Any]) -> None:
 
 
 def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of the outer optimizer, which all replicas share; empty with
-    ``sync=every_step``. Collective over the replicas: exchanges in flight are completed first."""
+    """Return the state of the outer optimizer, which is equal on all replicas; empty with
+    ``sync=every_step``. Collective over the replicas, because a running outer exchange is completed
+    first."""
     outer = outer_sync(model)
     if outer is None:
         return {}
@@ -286,14 +288,14 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
     found = {STEPS: torch.tensor([outer.steps, outer.finished_after])}
     found |= _under("sync/momentum", outer.momenta)
     for name, parameter in outer.parameters.items():
-        # A received mean, which is applied at the end of the delay.
+        # A mean that was received, but is applied only at the end of the delay
         if parameter.mean is not None:
             found[f"sync/mean/{name}"] = parameter.mean
     return found
 
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Return the state of this replica that no other replica has; often empty."""
+    """Return the state that differs between replicas, for this replica. It is often empty."""
     kept, outer = error_feedback_of(model), outer_sync(model)
     prefix = _prefix(kept.replica)
     found = _under(f"{prefix}/{kept.residual_name}", kept.residuals())
@@ -307,8 +309,8 @@ def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
-    """Return the prefix of the optimizer state that this rank continues from, in a checkpoint with
-    tensors of these ``names``: ``optimizer``, or the prefix of one replica."""
+    """Return the prefix of the optimizer state that this rank loads, in a checkpoint with tensors
+    of these ``names``: ``optimizer``, or the prefix of one replica."""
     available = _replicas_in(names, "optimizer")
     if not available:
         return "optimizer"
@@ -321,8 +323,8 @@ def optimizer_prefix(model: nn.Module, names: Iterable[str]) -> str:
 
 @torch.no_grad()
 def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the tensors of `shared_tensors` and `replica_tensors` that ``checkpoint`` has. Call it
-    after loading the model and its optimizer. No communication."""
+    """Load the tensors of `shared_tensors` and `replica_tensors`, if ``checkpoint`` has them. Call
+    it after loading the model and its optimizer. No communication."""
     # A single process does not need a process group.
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     _load_error_feedback(error_feedback_of(model), checkpoint, is_first)
@@ -347,11 +349,12 @@ def load_replica_state(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _load_error_feedback(kept: UpdateFollower, checkpoint: Checkpoint, is_first: bool) -> None:
-    """Load the error-feedback buffers. Their weight in the next mean is the same as before the
-    save.
+    """Load the error-feedback buffers, so that they have the same weight in the next mean as before
+    the save.
 
-    A replica continues with its own buffers. If the number of replicas has changed, each replica
-    starts with an equal share of the sum over all buffers in the checkpoint.
+    If the number of replicas is unchanged, each replica loads its own buffers. Otherwise each
+    replica starts with the sum of all buffers in the checkpoint, divided by the number of replicas
+    at the save.
     """
     saved = checkpoint.manifest.mesh.get("replicate", 1)
     available = _replicas_in(checkpoint.tensors, kept.residual_name)
@@ -406,8 +409,8 @@ def _fill_if_saved(tensor: Tensor, name: str, checkpoint: Checkpoint) -> None:
 
 
 def rng_tensors(rank: int) -> dict[str, Tensor]:
-    """Return ``rng/<rank>/<generator>`` -> state, all on CPU: torch on CPU, torch on the rank's
-    accelerator, Python and NumPy."""
+    """Return the states of the random generators by name ``rng/<rank>/<generator>``, as CPU
+    tensors: torch on CPU, torch on the rank's accelerator, Python and NumPy."""
     version, words, gauss = random.getstate()
     found = {
         "torch": torch.get_rng_state(),
@@ -468,5 +471,5 @@ def restore_rng(rank: int, checkpoint: Checkpoint) -> None:
 
 
 def _cached(gauss: Tensor) -> float | None:
-    """Return the normal number that a generator has drawn and not yet returned, or None."""
+    """Return the normal random number that a generator has cached for its next call, or None."""
     return float(gauss) if gauss.numel() else None

@@ -1,12 +1,13 @@
-"""The folder with all checkpoints of a run: `open_store` returns the store that writes and
-publishes new checkpoints, deletes old checkpoints and moves damaged checkpoints aside.
+"""The folder with all checkpoints of a run, called the store. `open_store` returns an object that
+writes and publishes new checkpoints, deletes old checkpoints, and moves damaged checkpoints aside
+(renames them to ``aside-...``).
 
-[Note: atomic publication] A checkpoint is written where no reader looks for one. On a file system
-with renames this place is a sibling folder ``.saving-...``: every file is flushed to disk and read
-back, the manifest comes last, the folder is flushed, and one rename makes it ``step-00000100``.
-Object stores cannot rename: the manifest, written last, publishes the checkpoint, because a folder
-without a manifest is not a checkpoint. Deletion takes the opposite order. Therefore readers see
-only complete checkpoints, no matter when a process is killed, and no file is ever overwritten.
+[Note: atomic publication] Readers never see an incomplete checkpoint, even if a process is killed,
+and no file is overwritten. On a file system, a checkpoint is first written to a folder
+``.saving-...``, which readers ignore. Every file is flushed to disk and read back, and the manifest
+is written last. Then the folder is flushed and renamed to ``step-00000100``. Object stores cannot
+rename a folder. There a folder counts as a checkpoint only if it has a manifest, which is written
+last and deleted first.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from parallel2d.training.checkpoint.manifest import MANIFEST, StoredFile
 
 # The names that `step_name` produces: at least eight digits, filled with zeros.
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
-_PIECE = 2**24  # bytes, small enough that hashing overlaps with the disk's writes
+_PIECE = 2**24  # bytes; pieces of this size let hashing overlap with disk writes
 
 Blocks = Iterable[bytes | memoryview]
-_TOKEN_S = 3600.0  # age of a shared-folder test file that no rank reads any more
+_TOKEN_S = 3600.0  # a test file of `check_folder` that is older is no longer in use
 
 
 class CheckpointError(PlainError):
-    """A checkpoint could not be written. The message names the place and the reason."""
+    """A checkpoint could not be written. The message names the path and the reason."""
 
 
 def step_name(step: int) -> str:
@@ -48,7 +49,7 @@ def _steps_in(names: Iterable[str]) -> list[int]:
 
 
 def _free_name(step: int, is_taken: Callable[[str], bool]) -> str:
-    """Return an unused name for a checkpoint that is moved aside."""
+    """Return an unused name ``aside-...`` for a checkpoint."""
     names = (f"aside-{step_name(step)}-{number}" for number in itertools.count(1))
     return next(itertools.filterfalse(is_taken, names))
 
@@ -87,8 +88,8 @@ def find_checkpoint(path: str) -> str:
 
 
 def _is_old_token(path: str) -> bool:
-    """True for the token of a start that was killed; ranks that rejoin during a save look only for
-    younger tokens."""
+    """True if ``path`` is a test file that a killed start has left behind. Ranks that rejoin during
+    a save use only newer test files."""
     if not os.path.basename(path).startswith(".shared-"):
         return False
     with contextlib.suppress(FileNotFoundError):
@@ -97,11 +98,11 @@ def _is_old_token(path: str) -> bool:
 
 
 class LocalStore:
-    """A store on a file system with atomic renames of folders (any local file system, NFS, Lustre).
+    """A store on a file system that renames folders atomically (any local file system, NFS,
+    Lustre).
 
     Args:
-        durable: flush and read back every file. False for a store in memory, where neither can
-            change the result.
+        durable: flush and read back every file. False for a store in memory, which needs neither.
     """
 
     def __init__(self, root: str, durable: bool = True) -> None:
@@ -112,7 +113,7 @@ class LocalStore:
         os.makedirs(self.root, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """Return the steps with a folder that looks complete, ascending."""
+        """Return the steps with a published checkpoint, ascending. The contents are not checked."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -120,12 +121,12 @@ class LocalStore:
         return _steps_in(names)
 
     def path_of(self, step: int) -> str:
-        """Return the address of a checkpoint for readers."""
+        """Return the path or address of a published checkpoint."""
         return os.path.join(self.root, step_name(step))
 
     def begin(self, step: int, token: str) -> str:
-        """Create the folder for a new checkpoint, and return its path. Deletes the remains of
-        killed saves and deletions first, to free their space."""
+        """Create the folder for a new checkpoint, and return its path. First deletes the folders of
+        interrupted saves and deletions, to free their space."""
         self.prepare()
         for name in os.listdir(self.root):
             path = os.path.join(self.root, name)
@@ -136,7 +137,8 @@ class LocalStore:
         return place
 
     def write(self, place: str, name: str, blocks: Blocks) -> StoredFile:
-        """Write, flush, drop the cached pages and read back, so that the check covers the disk."""
+        """Write and flush a file, drop its cached pages, and read it back. Thus the check covers
+        the bytes on the disk."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(os.path.join(place, name), flags, 0o666)
         with os.fdopen(descriptor, "rb+") as file:
@@ -145,9 +147,9 @@ class LocalStore:
                 return stored
             file.flush()
             os.fsync(file.fileno())
-            # A read from the page cache would return the written bytes even if the disk holds
-            # others, so the pages must be dropped first. The kernel drops only clean pages, and
-            # pages become clean when fsync has written them, so the drop comes after fsync.
+            # A read from the page cache would return the written bytes even if the bytes on the
+            # disk differ, so the pages must be dropped first. The kernel drops only clean pages,
+            # and pages are clean only after fsync has written them, so the drop comes after fsync.
             with contextlib.suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -158,11 +160,11 @@ class LocalStore:
 
     def publish(self, place: str, step: int, manifest: bytes) -> None:
         self.write(place, MANIFEST, [manifest])
-        # The order of these calls is the publication. The manifest is written last. The folder is
-        # flushed before the rename, because a file system may otherwise persist the rename before
+        # The order of these calls matters. The manifest is written after all other files. The
+        # folder is flushed before the rename. Otherwise a file system may persist the rename before
         # the names of the files, and a crash would leave a published checkpoint without these
-        # files. The root is flushed after the rename, because the save counts as done once this
-        # returns.
+        # files. The root is flushed after the rename, because the save counts as done when this
+        # method returns.
         flush_folder(place)
         # A rename onto an existing empty folder would succeed silently.
         if os.path.lexists(self.path_of(step)):
@@ -181,8 +183,9 @@ class LocalStore:
         return name
 
     def delete(self, step: int) -> None:
-        # Rename first: a half-deleted folder under its own name would look like a damaged
-        # checkpoint, while no reader looks for this name and the next `begin` deletes it.
+        # The folder is renamed first, because a partly deleted folder with the original name would
+        # look like a damaged checkpoint. Readers ignore the new name, and the next `begin` deletes
+        # the folder if this deletion is interrupted.
         doomed = os.path.join(self.root, f".deleting-{step_name(step)}-{os.urandom(4).hex()}")
         os.rename(self.path_of(step), doomed)
         flush_folder(self.root)
@@ -199,7 +202,8 @@ class LocalStore:
 
 
 class RemoteStore:
-    """A store behind fsspec, without renames: the manifest, written last, publishes."""
+    """A store behind fsspec, without renames. A checkpoint is published when its manifest is
+    written, after all other files."""
 
     def __init__(self, root: str) -> None:
         import fsspec
@@ -212,7 +216,7 @@ class RemoteStore:
         self.filesystem.makedirs(self._path, exist_ok=True)
 
     def steps(self) -> list[int]:
-        # fsspec caches listings, and other processes write here too.
+        # fsspec caches listings, but other processes also write to this folder.
         self.filesystem.invalidate_cache()
         try:
             listed = self.filesystem.ls(self._path, detail=False)
@@ -229,7 +233,7 @@ class RemoteStore:
         place = f"{self._path}/{step_name(step)}"
         if self.filesystem.exists(f"{place}/{MANIFEST}"):
             raise CheckpointError(f"{step_name(step)} exists already")
-        # The remains of an interrupted save.
+        # Files of an interrupted save may still exist.
         self._remove(place)
         self.filesystem.makedirs(place, exist_ok=True)
         return place
@@ -253,16 +257,16 @@ class RemoteStore:
     def _remove(self, path: str) -> None:
         if not self.filesystem.exists(path):
             return
-        # The manifest goes first: without it the folder is not a checkpoint, so that a deletion
-        # that is interrupted never leaves an incomplete checkpoint for a reader.
+        # The manifest is deleted first: a folder without a manifest is not a checkpoint, so an
+        # interrupted deletion does not leave an incomplete checkpoint for readers.
         if self.filesystem.exists(f"{path}/{MANIFEST}"):
             self.filesystem.rm_file(f"{path}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.rm(path, recursive=True)
 
     def move_aside(self, step: int) -> str:
-        """Copy the files, then delete the old files, manifest first, because renames do not
-        exist."""
+        """Copy the files to a new name, then delete the old files, because object stores have no
+        rename. Return the new name."""
         source = f"{self._path}/{step_name(step)}"
         name = _free_name(step, lambda name: self.filesystem.exists(f"{self._path}/{name}"))
         self.filesystem.makedirs(f"{self._path}/{name}", exist_ok=True)
@@ -286,7 +290,8 @@ Store = LocalStore | RemoteStore
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line with the text of an error, and with its class if the text needs it."""
+    """Return a line with the text of an error. The line includes the error's class, except for
+    errors of files and checkpoints."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     if isinstance(error, DamagedCheckpointError | CheckpointError):

@@ -1,7 +1,7 @@
 """`Batch`, the input of a forward pass: the model's inputs, the targets, and a hash of its samples.
 
-The hash of a batch is the sum of its samples' hashes. The sum over data ranks therefore identifies
-a global batch on any layout.
+The hash of a batch is the sum of the hashes of its samples. Therefore the sum over the data ranks
+identifies a global batch, and does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def token_sequences(seq_len: int) -> SampleShape:
 class Batch:
     """The samples of one forward pass: n sequences of T tokens, or samples of a custom data set."""
 
-    inputs: Any  # int64 [n, T]; or tensors: one, a tuple, or a dict by parameter name
-    targets: torch.Tensor | None  # int64 [n, T], or custom; -100 is not a target
-    # int64 [n, T], counted from 0 in each sequence; None: attention crosses documents
+    inputs: Any  # int64 [n, T]; for custom data, a tensor, a tuple, or a dict by parameter name
+    targets: torch.Tensor | None  # int64 [n, T], or custom; -100 is ignored
+    # int64 [n, T], the number of the document in its sequence, from 0; None: no document masking
     document_ids: torch.Tensor | None
-    # The sum of the 32-bit hashes of all samples with a position. The sum stays below 2**53 for up
-    # to two million samples, so that an fp64 all-reduce adds it exactly.
+    # Sum of the 32-bit hashes of all samples, except samples without a position. An fp64 all-reduce
+    # is exact for sums below 2**53, that is up to two million samples.
     hash: int
-    valid_tokens: int  # the weight of this batch's mean loss: the number of targets that count
+    # Number of targets that are not ignored; the weight of the batch in a mean loss
+    valid_tokens: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device; copies from pinned memory may be ``non_blocking``."""
@@ -57,8 +58,9 @@ class Batch:
 
 
 class SampleHash:
-    """A 32-bit hash of each sequence's tokens, targets and position: universal hashing by a random
-    vector modulo 2**64 (Dietzfelbinger 1996), mixed with the position."""
+    """A 32-bit hash of the tokens, targets and position of each sequence. Tokens and targets are
+    hashed by a scalar product with a random vector modulo 2**64 (universal hashing, Dietzfelbinger
+    1996), and the result is mixed with the position."""
 
     def __init__(self, shape: SampleShape) -> None:
         inputs, targets = math.prod(shape.inputs.shape), shape.targets_per_sample
@@ -68,7 +70,7 @@ class SampleHash:
     def __call__(
         self, inputs: NDArray[np.int64], targets: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.uint64]:
-        """Return uint64 [n], each below 2**32, for n samples at int64 [n] positions."""
+        """Return the hashes of n samples at int64 [n] positions: uint64 [n], each below 2**32."""
         words = _products(inputs, self._input_factors) + _products(targets, self._target_factors)
         return mixed_with(words, positions)
 
@@ -79,5 +81,6 @@ def _products(values: NDArray[np.int64], factors: NDArray[np.uint64]) -> NDArray
 
 
 def mixed_with(words: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Combine hashes of samples' contents with their positions: uint64 [n], each below 2**32."""
+    """Combine the hashes of samples' contents with their positions. Returns uint64 [n], each below
+    2**32."""
     return mix(words + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN) >> np.uint64(32)

@@ -1,8 +1,9 @@
-"""Conversations of ``data=chat`` as marked text: `ChatTemplate`.
+"""`ChatTemplate` renders the conversations of ``data=chat`` to text, and marks the targets in it.
 
-The template of the tokenizer renders a row. Only the text of the assistant's turns is a target:
-the blocks ``{% generation %}`` of the template, or the differences between its renderings of a
-conversation's beginnings. The template runs in the sandbox of ``transformers``.
+The chat template of the tokenizer renders a row. Only the assistant's text is a target. This text
+is the content of the template's ``{% generation %}`` blocks. If the template has no such blocks,
+the conversation is rendered up to and including each assistant turn, and compared with the
+rendering before this turn. The template runs in the sandbox of ``transformers``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Parts = list[tuple[str, bool]]
 
 
 class ChatTemplate:
-    """The template of ``data.chat_template``, else of the folder of ``data.tokenizer``.
+    """The template in ``data.chat_template``, or by default in the folder of ``data.tokenizer``.
 
     Raises `ConfigError` for a missing or unreadable template.
     """
@@ -61,14 +62,15 @@ class ChatTemplate:
         self._variables = {**_special_tokens(settings), **config.chat_arguments}
         self._has_marks = bool(_MARKS.search(source))
         identity = json.dumps([source, self._variables], sort_keys=True, default=str)
-        # Identity of the template: equal if and only if equal rows give equal text and targets
+        # Digest of the template and its variables, which determine the text and the targets of a
+        # row
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     def parts(self, row: Any) -> Parts:
-        """Return the text of a row in parts, each with True if the assistant has written it.
+        """Return the text of a row in parts, each with a flag: True for text of the assistant.
 
         Raises ValueError with the reason if the row is not a conversation, if the template refuses
-        it, or if the template does not show the text of the assistant.
+        it, or if the assistant's text cannot be identified.
         """
         messages, tools = _conversation(row)
         whole, spans = self._render(messages, tools)
@@ -87,8 +89,9 @@ class ChatTemplate:
     def _spans_by_prefix(
         self, messages: Sequence[Any], tools: Any, whole: str
     ) -> list[tuple[int, int]]:
-        """Return begin and end of the assistant's turns: a turn begins after the rendering of the
-        messages before it with a generation prompt, and ends with the rendering through it."""
+        """Return the begin and end of each assistant turn in ``whole``. A turn begins where the
+        rendering of the earlier messages with a generation prompt ends. It ends where the rendering
+        that includes this turn ends."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -117,7 +120,7 @@ class ChatTemplate:
                 add_generation_prompt=prompts,
                 **self._variables,
             )
-        # The template may raise errors of Jinja, or any error of an operation on the row.
+        # A template may raise errors of Jinja, and any error of an operation on the row.
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses the row: {printable(error, 200)}"
@@ -134,10 +137,12 @@ def _conversation(row: Any) -> tuple[list[dict[str, Any]], Any]:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError('messages must be a list of {"role": ..., "content": ...}')
-        # transformers also removes keys with the value None: many templates would render "None".
+        # As in transformers, keys with the value None are removed, because many templates would
+        # render "None".
         plain.append({key: value for key, value in message.items() if value is not None})
     tools = row.get("tools")
-    if isinstance(tools, str):  # a column has one type, so files store tools as JSON text
+    # Columns of a table have a single type, so tools are often stored as JSON text
+    if isinstance(tools, str):
         tools = json.loads(tools)
     if not isinstance(tools, list | None):
         raise ValueError("tools must be a list of function descriptions")
@@ -145,7 +150,7 @@ def _conversation(row: Any) -> tuple[list[dict[str, Any]], Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a row of a table without the keys that only other rows have."""
+    """Return a row of a table without null values, which a table has for keys of other rows."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -162,7 +167,8 @@ def _text_of(file: Path) -> str:
 
 
 def _default_template(given: Any) -> str | None:
-    """Return the template in a ``tokenizer_config.json``: text, or the default of several."""
+    """Return the template in a ``tokenizer_config.json``: the text, or the template named
+    ``default`` in a list."""
     if isinstance(given, list):
         named = {}
         for entry in given:
@@ -173,7 +179,7 @@ def _default_template(given: Any) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tokens that a template may name, such as ``bos_token``."""
+    """Return the special tokens that a template may use as variables, such as ``bos_token``."""
     tokens = {}
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""Custom data: a data set that a Python function builds (``data=custom``), and a file of token ids
+"""Custom data: a data set from a user's function (``data=custom``), and a raw file of token ids
 (``data=bin``)."""
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from parallel2d.training.data.stream import SampleStream
 _INPUTS_TOO = ("labels", "label", "y")
 TARGET_NAMES = ("targets", "target", *_INPUTS_TOO)
 _TOKEN_BYTES = 2
-_DIGESTED = 2**20  # bytes at either end of a file of tokens that its fingerprint covers
-_MOST_THREADS = 16  # with data.workers=auto, because several ranks share a machine
+_DIGESTED = 2**20  # number of tokens at each end of a file that its fingerprint covers
+_MOST_THREADS = 16  # limit with data.workers=auto, because several ranks share a machine
 
 
 class BinTokens:
-    """The token ids in a raw file of little-endian uint16; has the interface of `TokenSplit`."""
+    """The token ids in a raw file of little-endian uint16, with the interface of `TokenSplit`."""
 
     masked = False
 
     def __init__(self, path: str) -> None:
-        """Map the file. Raises `ConfigError` if the path or its size is not valid."""
+        """Map the file into memory. Raises `ConfigError` if it does not exist or has an invalid
+        size."""
         file = Path(path).expanduser()
         if not file.is_file():
             raise ConfigError(
@@ -52,7 +53,7 @@ class BinTokens:
         self.tokens = len(self._ids)
 
     def ids(self, start: int, count: int) -> NDArray[Any]:
-        """Return the token ids ``start .. start + count``."""
+        """Return ``count`` token ids from ``start``."""
         return self._ids[start : start + count]
 
     def content(self) -> str:
@@ -62,10 +63,10 @@ class BinTokens:
 
 
 class Collation:
-    """Makes batches of samples by ``collate`` (default: torch's). ``shape`` is the shape of
-    ``sample``.
+    """Combines samples to batches with ``collate``, by default torch's `default_collate`.
+    ``shape``: the shape of ``sample``.
 
-    Raises `ConfigError` for a sample that ``collate`` does not support.
+    Raises `ConfigError` if ``collate`` fails for ``sample``.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, sample: Any, what: str) -> None:
@@ -86,13 +87,13 @@ class Collation:
 
     def batch(self, samples: Sequence[Any]) -> tuple[Any, torch.Tensor | None]:
         """Collate samples to inputs and targets. The targets are the last element of a tuple, or
-        the value of a dict under a name in `TARGET_NAMES`. Raises `ConfigError` for a dict with
-        several of these names."""
+        the value in a dict whose key is in `TARGET_NAMES`. Raises `ConfigError` for a dict with
+        several possible targets."""
         batch = self._collate(list(samples))
         if isinstance(batch, dict):
             named = list(filter(batch.__contains__, TARGET_NAMES))
-            # If a dict has targets, its other labels are inputs, such as the classes ``y`` of a
-            # diffusion model.
+            # If a dict has the key ``targets`` or ``target``, other labels are inputs, such as the
+            # classes ``y`` of a diffusion model.
             if len(named) > 1 and (named[0] in _INPUTS_TOO or named[1] not in _INPUTS_TOO):
                 raise ConfigError(f"a batch has {' and '.join(named)}: which are the targets?")
             inputs = dict(batch)
@@ -107,7 +108,8 @@ class CustomSamples:
     """The data set that ``data.target`` builds, and the collation of its samples to batches."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Build the data set. Raises `ConfigError` if the result is not a data set."""
+        """Build the data set. Raises `ConfigError` if the function fails or does not return a data
+        set."""
         assert config.target is not None
         what = f"data.target={config.target}"
         built = call_reference("data.target", config.target, **config.arguments)
@@ -131,18 +133,19 @@ class CustomSamples:
 
 
 class CustomStream(SampleStream):
-    """Samples of `CustomSamples` addressed by position; ``workers`` threads read each batch."""
+    """A stream of the samples in `CustomSamples`. ``workers`` threads read the samples of a
+    batch."""
 
     def __init__(self, samples: CustomSamples, workers: int | str, **how: Any) -> None:
-        read: list[Any] = [samples]  # `_batch` below reads them: they do not fill token rows
+        read: list[Any] = [samples]  # `_batch` below reads these samples, not the base class
         super().__init__(read, Schedule([1]), **how)
         self._samples = samples
         # The executor starts its threads on first use.
         self._pool = ThreadPoolExecutor(thread_count(workers), "parallel2d-read")
 
     def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
-        """Collate the samples with a position; if there are none, the sample at ``filler`` with
-        weight zero."""
+        """Collate the samples at the positions ``where``. If no row has a position, collate the
+        sample at ``filler`` with weight zero."""
         indices = []
         for _, index in self._locate(where if rows else np.array([filler])):
             indices.append(index)
@@ -159,8 +162,8 @@ def thread_count(workers: int | str) -> int:
 def batch_of(
     collation: Collation, samples: Sequence[Any], rows: Sequence[int], where: Array
 ) -> Batch:
-    """Collate the samples at the positions ``where``; without ``rows``, one sample with weight
-    zero."""
+    """Collate the samples at the positions ``where``. If ``rows`` is empty, the batch has one
+    sample with weight zero."""
     hashes = np.array(list(map(_content_hash, samples)), dtype=np.uint64)
     inputs, targets = collation.batch(samples)
     valid = len(rows)
@@ -171,7 +174,7 @@ def batch_of(
 
 
 def _content_hash(sample: Any) -> int:
-    """Return a 64-bit hash of all values in a sample."""
+    """Return a 64-bit hash of all values in a sample, with their dtypes and shapes."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(sample):
         array = np.ascontiguousarray(leaf.detach().cpu() if torch.is_tensor(leaf) else leaf)

@@ -1,10 +1,10 @@
-"""The files of a folder that holds a data set of the Hugging Face library. `saved_files` finds the
-files of ``save_to_disk``, `files_of_split` finds data files with or without a README, `download`
-gets the folder of a data set on the Hub.
+"""Finds the data files in the folder of a Hugging Face data set. `saved_files` finds the files that
+``save_to_disk`` wrote. `files_of_split` finds the files of a split, with or without a README.
+`download` downloads the files of a data set on the Hub.
 
-A folder is untrusted. The patterns in its README may name files outside of the folder, or
-addresses, and the library would read them. The functions here return only regular files inside the
-folder. Only `download` contacts an address, that of the Hub.
+Folders are untrusted. The patterns in a README may name files outside of the folder, or network
+addresses, and the library would read them. The functions in this module return only regular files
+inside the folder. Only `download` uses the network, and only to contact the Hub.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LARGEST_CARD = 16 << 20
 _FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r|\n|$)", re.DOTALL)
 # The keys of a configuration in a README that select files. Other keys are arguments of a reader.
 _OF_FILES = {"config_name", "data_files", "default", "version", "description", "features"}
-# The library interprets a name with one of these as a pattern or an address.
+# The library would interpret a file name with one of these characters as a pattern or an address.
 _NO_PLAIN_NAME = re.compile(r"[*?:\[\]\\]")
 
 
 def saved_files(path: str, split: str) -> list[str]:
-    """Return the Arrow files that ``save_to_disk`` wrote into a folder, or into its subfolder of
-    the split; an empty list for any other folder. Raises OSError for a file outside of the folder,
-    ValueError for damaged metadata."""
+    """Return the Arrow files that ``save_to_disk`` wrote to ``path``, or to the subfolder of the
+    split. Return an empty list for any other folder. Raises OSError for a file outside of the
+    folder, and ValueError for damaged metadata."""
     folder = path
     if os.path.lexists(os.path.join(path, "dataset_dict.json")):
         folder = os.path.join(path, os.path.basename(split))
@@ -58,8 +58,9 @@ def saved_files(path: str, split: str) -> list[str]:
 
 
 def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> list[str]:
-    """Return the data files of a split: the files that the README names, or else the files that the
-    library would find by their names. Raises OSError and ValueError."""
+    """Return the data files of a split. These are the files that the README lists, or by default
+    the files that the library finds by their names. Raises OSError for a file outside of the
+    folder, and ValueError for an invalid README or file name."""
     by_split = {}
     configurations = _configurations(path)
     if configurations:
@@ -74,7 +75,7 @@ def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> 
         name = os.path.relpath(file, path)
         if _NO_PLAIN_NAME.search(name):
             raise ValueError(f"{printable(name)} has one of the characters * ? : [ ] in its name")
-    # Patterns may overlap.
+    # A set, because several patterns may match the same file
     return sorted({file for file in found if os.path.basename(file) not in _CARDS})
 
 
@@ -82,9 +83,10 @@ def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> 
 def download(name: str, subset: str | None, split: str) -> str:
     """Download the files of a split of a data set on the Hub, and return their folder.
 
-    The split is found by the names of all files, so that no other file is downloaded. In the
-    offline mode of the library, the folder has the files of earlier downloads. Raises ValueError
-    for names that lead out of a folder, and the errors of the library.
+    Only the READMEs and the files of the split are downloaded: the split is determined from the
+    names of all files. In the offline mode of the library, the folder contains only the files of
+    earlier downloads. Raises ValueError for file names that lead out of the folder, and the errors
+    of the library.
     """
     where = f"data=hf data.path={name}"
     hub = library("huggingface_hub", "hf-datasets", where)
@@ -111,8 +113,9 @@ def download(name: str, subset: str | None, split: str) -> str:
 
 
 def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any]]:
-    """Return the ``configs`` in the front matter of a README, or in a ``plain`` YAML file. Raises
-    ValueError for an invalid form, and for a file pattern that leads out of the data set."""
+    """Return the ``configs`` in the front matter of a README; with ``plain``, ``text`` is a YAML
+    file without a README. Raises ValueError for an invalid form, and for a file pattern that leads
+    out of the folder."""
     matter = None if plain else _FRONT_MATTER.match(text)
     if not plain and matter is None:
         return []
@@ -131,7 +134,7 @@ def card_configurations(text: str, *, plain: bool = False) -> list[dict[Any, Any
 
 
 def _refuse_outside(configuration: dict[Any, Any]) -> None:
-    """Raise ValueError for a file pattern that leads out of the data set."""
+    """Raise ValueError for a file pattern that leads out of the folder."""
     named = [str(configuration.get("data_dir", ""))]
     for patterns in _patterns(configuration).values():
         named += patterns
@@ -151,13 +154,14 @@ def _configurations(path: str) -> list[dict[Any, Any]]:
         if os.path.lexists(card):
             with open_regular(inside(path, card)) as file:
                 text = file.read(_LARGEST_CARD).decode("utf-8", "replace")
-            # As in the library, the last matching file counts.
+            # As in the library, the last file with configurations takes precedence.
             found = card_configurations(text, plain=name.endswith(".yaml")) or found
     return found
 
 
 def _of_subset(configurations: list[dict[Any, Any]], subset: str | None) -> dict[str, list[str]]:
-    """Return split -> patterns of the configuration ``subset``, or of the default configuration."""
+    """Return split -> patterns for the configuration ``subset``, or for the default
+    configuration."""
     names = []
     for each in configurations:
         names.append(str(each.get("config_name")))
@@ -177,7 +181,7 @@ def _of_subset(configurations: list[dict[Any, Any]], subset: str | None) -> dict
 
 
 def _patterns(configuration: dict[Any, Any]) -> dict[str, list[str]]:
-    """Return split -> patterns, for any of the forms that the library accepts."""
+    """Return split -> patterns. ``data_files`` may have any form that the library accepts."""
     entries = configuration.get("data_files") or []
     entries = [entries] if isinstance(entries, str) else entries
     found: dict[str, list[str]] = {}

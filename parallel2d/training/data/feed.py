@@ -1,9 +1,10 @@
-"""`BatchPlan` selects a rank's part of every global batch, and `BatchFeed` reads it ahead of the
-training step.
+"""`BatchPlan` determines a rank's share of every global batch, and `BatchFeed` reads this share
+ahead of the training step.
 
-A background thread reads the samples and, for a GPU, pins them; numpy releases the interpreter lock
-during its copies. The calling thread starts the copies to the device. The number of steps that are
-read ahead is fixed, which bounds memory.
+A background thread reads the samples and, for a GPU, copies them to pinned memory. NumPy releases
+the interpreter lock during copies, so the training thread can run meanwhile. The training thread
+starts the copies to the device. The number of steps that are read ahead is fixed, which bounds
+memory.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.training.data.batch import Batch
 from parallel2d.training.data.stream import Position, SampleStream
 
-_AUTO_LIMIT = 8  # sequences of an automatic micro-batch
+_AUTO_LIMIT = 8  # most sequences in an automatic micro-batch
 
 
 class BatchPlan:
-    """The share of one data rank in every global batch. Data ranks are the ranks of the replicate
-    and shard axes: all tensor ranks of a data rank have the same plan and read the same sequences.
+    """The share of one data rank in every global batch. Data ranks are the positions on the
+    replicate and shard axes. All context and tensor ranks of a data rank have the same plan and
+    read the same sequences.
 
     Args:
         global_batch_size: sequences per optimizer step, over all data ranks.
@@ -37,9 +39,9 @@ class BatchPlan:
             the rank's share up to 8.
         data_rank: this rank's coordinate on the flattened replicate and shard axes.
         data_ranks: the size of these axes.
-        allow_padding: accept sizes that do not divide evenly (an elastic restart on another number
-            of ranks). Every rank runs the same number of micro-batches; missing sequences have
-            the position None, and weight zero in the loss.
+        allow_padding: accept sizes that do not divide evenly, for an elastic restart on another
+            number of ranks. Every rank runs the same number of micro-batches. Missing sequences
+            have the position None, and weight zero in the loss.
 
     Raises `ConfigError` with the sizes that divide evenly.
     """
@@ -56,7 +58,8 @@ class BatchPlan:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         share = -(-global_batch_size // data_ranks)
         if micro_batch_size == "auto":
-            # Padding may add up to an eighth, so that micro-batches stay large.
+            # Padding may add up to an eighth of the share, so that micro-batches need not become
+            # smaller.
             slots = share * 9 // 8 if allow_padding else share
             micro = max(
                 size for size in range(1, _AUTO_LIMIT + 1) if -(-share // size) * size <= slots
@@ -77,13 +80,14 @@ class BatchPlan:
         return self._data_rank, self._data_ranks
 
     def positions(self, first: int, work: Sequence[float] | None = None) -> list[list[Position]]:
-        """Return ``micro_batch_size`` positions for each of this rank's micro-batches, in the
-        global batch that starts at position ``first``.
+        """Return the positions of this rank's micro-batches in the global batch that starts at
+        position ``first``. Each micro-batch has ``micro_batch_size`` positions.
 
-        Micro-batch m of all ranks together is one contiguous range. Therefore the union over ranks
-        is ``first .. first + global_batch_size - 1`` for every layout, and a run that continues on
-        another layout reads every sample exactly once. With ``work``, the cost of each position,
-        the same positions are dealt out so that all ranks compute about as much at a time.
+        The micro-batches with the same number on all ranks form one contiguous range. Therefore the
+        union over ranks is ``first .. first + global_batch_size - 1`` for every layout, and a run
+        that continues on another layout reads every sample exactly once. With ``work``, the cost of
+        each position, the same positions are distributed so that all ranks have about the same cost
+        in each micro-batch.
         """
         if work is not None:
             return self._balanced(first, work, self._data_rank)
@@ -97,8 +101,8 @@ class BatchPlan:
         return batches
 
     def _balanced(self, first: int, work: Sequence[float], rank: int) -> list[list[Position]]:
-        """Return the positions of one rank. Ranks take one position each in turn, the most costly
-        positions first, and in reverse order in every second turn."""
+        """Return the positions of one rank. Positions are sorted by decreasing cost. In each turn
+        every rank takes one position; every second turn goes through the ranks in reverse order."""
         order = np.argsort(-np.asarray(work), kind="stable").tolist()
         taken: list[Position] = []
         for turn in range(self.accumulation * self.micro_batch_size):
@@ -112,7 +116,7 @@ class BatchPlan:
         return found
 
     def imbalance(self, work: Sequence[float]) -> float:
-        """Return the largest work of a rank, divided by the mean over ranks."""
+        """Return the work of the rank with the most work, divided by the mean over ranks."""
         sums = []
         for rank in range(self._data_ranks):
             taken = chain.from_iterable(self._balanced(0, work, rank))
@@ -125,7 +129,8 @@ def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) ->
     if asked != "auto":
         product = micro * ranks
         factors = f"micro_batch_size {micro} x {ranks} data ranks = {product}"
-        # If the division has no remainder, the divisors of the share are valid sizes.
+        # If the data ranks divide the global batch evenly, the divisors of a rank's share are valid
+        # sizes.
         share, rest = divmod(global_batch, ranks)
         divisors = []
         for size in range(1, min(share, 64) + 1):
@@ -144,7 +149,7 @@ def _indivisible(global_batch: int, asked: int | str, micro: int, ranks: int) ->
 
 
 class EndOfData(Exception):  # noqa: N818  (not an error, like StopIteration)
-    """No further global batch exists: epochs are finite, or this is a validation split."""
+    """The stream has no further global batch."""
 
 
 @dataclass(frozen=True)
@@ -161,15 +166,15 @@ class StepBatch:
 
 
 class BatchFeed:
-    """Iterates over the global batches of a stream, prepared ``ahead`` steps in advance.
+    """Reads this rank's share of the global batches of a stream, ``ahead`` steps in advance.
 
     Args:
         stream: the samples.
         plan: this rank's share.
         device: the device for the micro-batches.
         start: position, in samples, of the first global batch.
-        ahead: steps that may wait in memory; each takes micro-batch x accumulation x T x 16 bytes,
-            or the size of its samples if they are not token sequences.
+        ahead: number of steps that may wait in memory. Each step takes micro-batch x accumulation x
+            T x 16 bytes, or the size of its samples if these are not token sequences.
 
     Raises `ConfigError` if the stream is shorter than one global batch.
     """
@@ -193,7 +198,8 @@ class BatchFeed:
         if self._device.type != "cpu":
             if self._device.index is None:
                 self._device = current_device(self._device.type)
-            # Set the current device of the thread: otherwise pinning creates a context on GPU 0.
+            # Set the current device in the thread, because pinning memory would otherwise create a
+            # context on GPU 0.
             initializer = functools.partial(set_device, self._device)
         self._reader = ThreadPoolExecutor(1, "parallel2d-data", initializer)
         self._steps: deque[Future[StepBatch]] = deque()
@@ -202,7 +208,7 @@ class BatchFeed:
         self.restart(plan, start)
 
     def restart(self, plan: BatchPlan, start: int) -> None:
-        """Continue from position ``start`` with another share of the global batches."""
+        """Continue from position ``start`` with the share ``plan`` of the global batches."""
         for step in self._steps:
             step.cancel()
         self._steps.clear()
@@ -211,8 +217,9 @@ class BatchFeed:
             self._read_ahead()
 
     def part(self, plan: BatchPlan, start: int, prepared: StepBatch | None) -> StepBatch:
-        """Return the part ``plan`` of the global batch at position ``start``, and continue with the
-        later batches. ``prepared``: the batch of `next` for this position, if there is one.
+        """Return the share ``plan`` of the global batch at position ``start``. Later calls of
+        `next` continue after this global batch. ``prepared``: the batch that `next` has already
+        returned for this position, or None.
         """
         if prepared is not None and plan.share == self.plan.share:
             return prepared
@@ -220,7 +227,7 @@ class BatchFeed:
         return self.next()
 
     def next(self) -> StepBatch:
-        """Return this rank's part of the next global batch, on the device.
+        """Return this rank's share of the next global batch, on the device.
 
         Raises `EndOfData` after the last global batch, and any exception of the background thread.
         Later calls raise the same exception again.
@@ -228,9 +235,9 @@ class BatchFeed:
         if self._closed:
             raise RuntimeError("the feed is closed")
         begin = time.perf_counter()
-        # The step leaves the queue only after its result has arrived. If a signal interrupts the
-        # wait, the step is still first in the queue, so that no global batch is skipped; and after
-        # an exception every later call finds the same failed step and raises the same exception.
+        # The step leaves the queue only after its result is available. If a signal interrupts the
+        # wait, the step is still first in the queue, so that no global batch is skipped. After an
+        # exception, every later call finds the same failed step and raises the same exception.
         step = self._steps[0].result()
         waited = time.perf_counter() - begin
         self._steps.popleft()

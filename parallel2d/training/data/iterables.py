@@ -1,11 +1,13 @@
-"""Iterables as a sample stream (``data=stream``): `IterableStream`.
+"""`IterableStream`: a sample stream over iterables (``data=stream``).
 
-[Note: positions in iterables] A global batch is divided into lanes, blocks of consecutive
-positions. Lane l reads shards l, l + lanes, l + 2·lanes, ... one after the other, epoch after
-epoch. The number of lanes depends on the shards and the global batch only, so that a sample's
-position does not depend on ranks: a rank reads the lanes of its micro-batches. In a lane, a window
-of consecutive samples is permuted by an `Order`. At the beginning of a window the position in the
-source is noted. Checkpoints contain one note per lane, and any rank continues a lane from its note.
+[Note: positions in iterables] An iterable can only be read in order, but a stream must find the
+sample of any position. Therefore each global batch is divided into *lanes*: blocks of consecutive
+positions. Lane l reads the shards l, l + lanes, l + 2·lanes, ... one after the other, in each epoch
+in another order. The number of lanes depends only on the number of shards and the global batch
+size, so the position of a sample does not depend on ranks. Each rank reads the lanes that contain
+its micro-batches. The samples of a lane are divided into *windows*, and an `Order` permutes the
+samples in each window. At the beginning of each window, a *note* records the position in the
+source. Checkpoints contain one note per lane, from which any rank can continue this lane.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from parallel2d.training.data.stream import SampleStream
 
 log = logging.getLogger(__name__)
 
-_UNSHUFFLED = 64  # samples of a window without a shuffle buffer
-_MOST_NOTES = 1024  # notes of a lane; a rewind to an older position takes longer
+_UNSHUFFLED = 64  # samples in a window if data.shuffle_buffer=0
+# Most notes of a lane; a return to an earlier position reads the lane from its beginning
+_MOST_NOTES = 1024
 _LARGEST = 2**52
 _END = object()
 STATE = "stream"  # key in the state of a run
@@ -45,8 +48,9 @@ Note = dict[str, Any]  # window, epoch, part, item, source
 
 
 class Shards:
-    """The shards of one source: of an object with ``num_shards`` and ``shard(num_shards, index)``,
-    such as a streamed data set of Hugging Face, of a list of iterables, or one iterable."""
+    """The shards of one source. A source is an object with ``num_shards`` and ``shard(num_shards,
+    index)``, such as a streamed data set of Hugging Face; or a list of iterables; or a single
+    iterable."""
 
     def __init__(self, what: str, target: str, arguments: Mapping[str, Any]) -> None:
         self.what = f"{what}={target}"
@@ -66,8 +70,9 @@ class Shards:
         for part in parts:
             if not isinstance(part, Iterable) or isinstance(part, Iterator):
                 raise ConfigError(
-                    f"{self.what} returned {type(part).__name__}, which can be read once or not at "
-                    "all: return an object whose __iter__ begins again, or a list of such shards"
+                    f"{self.what} returned {type(part).__name__}, which cannot be iterated more "
+                    "than once: return an object whose __iter__ begins again, or a list of such "
+                    "shards"
                 )
         first = next(itertools.chain.from_iterable(map(iter, parts)), None)
         if first is None:
@@ -85,8 +90,8 @@ class Shards:
 
 
 def _refuse_buffers(what: str, built: Any) -> None:
-    """Raise `ConfigError` for a data set of Hugging Face with a shuffle buffer, which is not part
-    of its state."""
+    """Raise `ConfigError` for a Hugging Face data set with a shuffle buffer, because the content of
+    the buffer is not part of the data set's state."""
     each = getattr(built, "_ex_iterable", None)
     while each is not None:
         if type(each).__name__.startswith("BufferShuffled"):
@@ -98,7 +103,7 @@ def _refuse_buffers(what: str, built: Any) -> None:
 
 
 class _Lane:
-    """Reads one lane of a source, window by window; the next window is read in advance."""
+    """Reads one lane of a source, one window at a time. The next window is read in advance."""
 
     def __init__(self, parts: list[Any], order: Order, parts_order: Order, what: str) -> None:
         self._parts, self._order, self._what = parts, order, what
@@ -107,7 +112,7 @@ class _Lane:
         self.notes: dict[int, Note] = {0: {"window": 0, "epoch": 0, "part": 0, "item": 0}}
         self._samples: dict[int, list[Any]] = {}  # the current window
         self._next: tuple[int, Future[list[Any]]] | None = None
-        self._at: Note = {"window": -1}  # position of the iterator
+        self._at: Note = {"window": -1}  # note of the iterator's position
         self._iterator: Iterator[Any] = iter(())
 
     def start(self, window: int, pool: ThreadPoolExecutor) -> None:
@@ -115,11 +120,12 @@ class _Lane:
         if window in self._samples or (self._next is not None and self._next[0] == window):
             return
         if self._next is not None:
-            self._next[1].exception()  # wait: one thread at a time may use the iterator
+            # Wait, because only one thread at a time may use the iterator
+            self._next[1].exception()
         self._next = window, pool.submit(self._read, window)
 
     def sample(self, index: int, pool: ThreadPoolExecutor) -> Any:
-        """Return the sample at an index of the lane."""
+        """Return the sample at ``index`` of the lane."""
         window = index // self.size
         if window not in self._samples:
             self.start(window, pool)
@@ -131,7 +137,8 @@ class _Lane:
         return self._samples[window][int(self._order.index(np.array([index]))[0])]
 
     def note_of(self, index: int) -> Note:
-        """Return the last note at or before an index, and forget earlier notes."""
+        """Return the last note at or before ``index`` of the lane. Delete earlier notes, except the
+        note at the beginning."""
         window = index // self.size
         last = max(at for at in list(self.notes) if at <= window)
         for at in list(self.notes):
@@ -147,7 +154,7 @@ class _Lane:
         return self._take()
 
     def _take(self) -> list[Any]:
-        """Read the window at the iterator, and record the position after it."""
+        """Read the next window from the iterator, and note the position after it."""
         samples = [self._following() for _ in range(self.size)]
         self._at["window"] += 1
         part = self._part()
@@ -164,7 +171,7 @@ class _Lane:
         return self._parts[int(self._parts_order.index(np.array([number]))[0])]
 
     def _enter(self, window: int) -> None:
-        """Move the iterator to the position that is noted for ``window``."""
+        """Move the iterator to the position in the note of ``window``."""
         note = dict(self.notes[window])
         source, self._at = note.pop("source", None), note
         self._iterator = self._opened()
@@ -198,7 +205,8 @@ class _Lane:
 
 
 def _plain_state(what: str, state: Any) -> Any:
-    """Return a copy of a source's state; None if a checkpoint cannot contain the state."""
+    """Return a copy of a source's state. Return None, and log a warning, if the state cannot be
+    stored as JSON."""
     try:
         copied = json.loads(json.dumps(state))
     except (TypeError, ValueError):
@@ -215,15 +223,15 @@ def _warn(text: str) -> None:
 
 
 class IterableStream(SampleStream):
-    """The samples of iterables, addressed by position. See [Note: positions in iterables].
+    """The samples of iterables, read by position. See [Note: positions in iterables].
 
     Args:
-        sources: their shards; several make a mixture.
+        sources: the sources of samples. Several sources form a mixture.
         schedule: the source of each position.
-        config: ``workers`` and ``shuffle_buffer``.
-        lanes: parts of a global batch that are read from different shards.
-        global_batch_size: positions of a global batch; a multiple of ``lanes``.
-        seed, name: choose the order in windows.
+        config: the ``data`` section; ``workers`` and ``shuffle_buffer`` are used.
+        lanes: number of lanes.
+        global_batch_size: samples per global batch; a multiple of ``lanes``.
+        seed, name: determine the order in windows.
     """
 
     def __init__(
@@ -236,7 +244,7 @@ class IterableStream(SampleStream):
         global_batch_size: int,
         seed: int,
         name: str = "train",
-        **_: Any,  # of a stream with an end
+        **_: Any,  # arguments of streams with an end, which are ignored
     ) -> None:
         self.shape = sources[0].collation.shape
         self.end, self._limit = None, math.inf
@@ -251,18 +259,18 @@ class IterableStream(SampleStream):
         self._is_shuffled, self._identity = buffer > 0, (seed, name)
         self._pool = ThreadPoolExecutor(thread_count(config.workers), "parallel2d-read")
         self._open: dict[str, _Lane] = {}
-        self._known: dict[str, Note] = {}  # of all lanes, as of the last save
+        self._known: dict[str, Note] = {}  # notes of all lanes at the last save
         self._lock = threading.Lock()
         self._table = functools.cache(self._compute_table)
 
     def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
-        """Collate the samples at the positions ``where``; without positions, the first sample of
-        the data with weight zero."""
+        """Collate the samples at the positions ``where``. If no row has a position, collate the
+        first sample of the data with weight zero."""
         samples = [self._sources[0].first]
         if rows:
             places = list(map(self._place, where.tolist()))
             with self._lock:
-                # All lanes read their first window at the same time.
+                # Start all lanes first, so that they read their windows in parallel.
                 begun, samples = set(), []
                 for source, lane, index in places:
                     if (source, lane) not in begun:
@@ -272,7 +280,7 @@ class IterableStream(SampleStream):
         return batch_of(self._sources[0].collation, samples, rows, where)
 
     def _place(self, position: int) -> tuple[int, int, int]:
-        """Return (source, lane, index in the lane of that source) of a position."""
+        """Return (source, lane, index in this lane of the source) of a position."""
         batch, offset = divmod(position, self._batch_size)
         lane, within = divmod(offset, self._block_size)
         sources, before, totals = self._table(lane)
@@ -315,8 +323,9 @@ class IterableStream(SampleStream):
         return None
 
     def notes_at(self, samples: int) -> dict[str, Note]:
-        """Return the notes of the lanes that this rank has read, at the position ``samples``: the
-        beginning of a global batch."""
+        """Return the notes for continuing at the position ``samples``, which is the beginning of a
+        global batch. The notes of the lanes that this rank reads are current; the others are from
+        the last save."""
         with self._lock:
             found = dict(self._known)
             for key, opened in self._open.items():
@@ -343,8 +352,7 @@ class IterableStream(SampleStream):
         return self.known_state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the ``state`` of a run. Raises `ConfigError` for notes that `collect`
-        cannot have returned."""
+        """Continue from ``state``, the state of a run. Raises `ConfigError` for invalid notes."""
         known = state.get(STATE) or {}
         counts = ("window", "epoch", "part", "item")
         for note in known.values():
@@ -355,7 +363,7 @@ class IterableStream(SampleStream):
 
 
 class _Identity(Order):
-    """Windows in the order of the source."""
+    """An order that leaves the samples of a window in the order of the source."""
 
     def index(self, positions: Array) -> Array:
         return positions % self.size

@@ -1,6 +1,6 @@
-"""Opens the data of a configuration: `open_data`.
+"""`open_data` opens the data of a configuration.
 
-Raw text is prepared into the cache; other data are opened in place.
+Raw text is first tokenized into the cache; all other data are read in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel2d.training.data.stream import SampleStream
 from parallel2d.training.data.token_shards import MANIFEST, TokenStore
 from parallel2d.training.data.tokenizer import load_tokenizer
 
-# Validation samples are read once, in the same order in every run.
+# Each validation reads the samples in the same order, in every run
 _VALIDATION: dict[str, Any] = {"seed": 0, "name": "validation", "epochs": 1, "end": "pad"}
 
 
@@ -39,18 +39,18 @@ class OpenData:
     """The open streams of a run, and facts about them."""
 
     train: SampleStream
-    # Finite, in an order that does not depend on the seed; None without held-out documents
+    # Finite stream whose order does not depend on the seed; None without held-out documents
     validation: SampleStream | None
-    vocab_size: int  # upper limit of the targets; 0: unknown
-    # Hex digest; equal on two machines exactly if every position reads the same sample on both.
-    # For custom data it covers their arguments and their number, not their content.
+    vocab_size: int  # all targets are smaller; 0: unknown
+    # Hex digest of the data. Two machines with the same digest read the same sample at every
+    # position. For custom data the digest covers only the arguments and the number of samples.
     fingerprint: str
     description: str  # one line
-    # The data sets of ``data.validation`` by name; each is finite, as `validation`
+    # Streams of the data sets in ``data.validation``, by name; finite like `validation`
     named_validation: Mapping[str, SampleStream] = field(default_factory=dict)
-    # The fingerprint of these data sets; empty without any
+    # Fingerprint of the data sets in ``data.validation``; empty if there are none
     validation_fingerprint: str = ""
-    # Name and fingerprint of the tokenizer; empty without one
+    # Name and fingerprint of the tokenizer; empty strings if the data have none
     tokenizer: tuple[str, str] = ("", "")
 
     @property
@@ -67,17 +67,17 @@ def open_data(
     context: int = 0,
     global_batch_size: int = 1,
 ) -> OpenData:
-    """Open the data of ``config``, and prepare it into the cache if necessary. Any number of
-    processes may call this at once.
+    """Open the data of ``config``, and prepare them into the cache if necessary. Several processes
+    may call this function at the same time.
 
     Args:
-        seed: chooses the order of the training samples.
+        seed: determines the order of the training samples.
         seq_len: tokens per sequence; custom data do not use it.
-        context: the targets of this many positions at the start of every sequence are ignored.
-        global_batch_size: of the training; only ``data=stream`` uses it.
+        context: number of token positions at the start of every sequence whose targets are ignored.
+        global_batch_size: the global batch size of the training; only ``data=stream`` uses it.
 
-    Raises `ConfigError` that names the problem: a missing path, empty or undecodable input, too few
-    tokens for one sample, a cache that is not writable.
+    Raises `ConfigError` for a missing path, empty or undecodable input, too few tokens for one
+    sample, and a cache that is not writable.
     """
     check_data(config)
 
@@ -99,7 +99,7 @@ def open_data(
         try:
             own = open_source(validation_set(config, entry))
             own.check_like(source)
-            # Without a held-out part, all documents of the data set are read.
+            # If the data set has no held-out documents, all of its documents are read.
             sets[name] = own.validation() or own.stream("train", **_VALIDATION)
         except ConfigError as error:
             raise ConfigError(f"data.validation.{name}: {error}") from None
@@ -125,7 +125,8 @@ def _digest(value: Any) -> str:
 
 
 class _Tokens:
-    """The prepared folders of ``config``. Raises `ConfigError` for a mixture of two tokenizers."""
+    """A source of prepared folders. Raises `ConfigError` if the folders of a mixture have different
+    tokenizers."""
 
     def __init__(self, config: DataConfig, seq_len: int, context: int) -> None:
         self._config, self._seq_len, self._context = config, seq_len, context
@@ -158,7 +159,7 @@ class _Tokens:
             )
 
     def check_length(self) -> None:
-        """Raise `ConfigError` for a folder with a training split smaller than one sample."""
+        """Raise `ConfigError` if the training split of a folder is smaller than one sample."""
         needed = self._seq_len + 1 if self._config.packing == "packed" else 1
         for name, store in zip(self._names, self._stores, strict=True):
             tokens = store.splits["train"].tokens
@@ -169,12 +170,13 @@ class _Tokens:
                 )
 
     def validation(self) -> SampleStream | None:
-        """Return the held-out documents; None without any."""
+        """Return a stream of the held-out documents; None if there are none."""
         held_out = any(store.splits["validation"].tokens for store in self._stores)
         return self.stream("validation", **_VALIDATION) if held_out else None
 
     def stream(self, split: str, **how: Any) -> SampleStream:
-        """Return one split of all folders that have it. Raises `ConfigError` if none has it."""
+        """Return a stream of ``split``, from all folders in which this split is not empty. Raises
+        `ConfigError` if it is empty in all folders."""
         samples: list[Samples] = []
         weights = []
         for store, weight in zip(self._stores, self._weights, strict=True):
@@ -229,8 +231,8 @@ class _Tokens:
 
 
 class _Unprepared:
-    """Base of sources without preparation; has the interface of `_Tokens`, without held-out
-    part."""
+    """Base class of sources that need no preparation. They have the interface of `_Tokens`, but no
+    held-out documents."""
 
     vocab_size = 0  # unknown
     tokenizer = ("", "")
@@ -337,8 +339,8 @@ _Source = _Tokens | _BinFile | _CustomData | _Iterables
 
 
 def _open_store(config: DataConfig) -> TokenStore:
-    """Open the prepared folder for the input of ``config``. A folder in the cache that is missing
-    or damaged is prepared under a lock. Raises `ConfigError` if the cache is not writable."""
+    """Open the prepared folder for the input of ``config``. If the folder in the cache is missing
+    or damaged, prepare it under a lock. Raises `ConfigError` if the cache is not writable."""
     if config.name == "tokens":
         return TokenStore(Path(str(config.path)).expanduser())
     units, identity = find_units(config)
@@ -353,8 +355,9 @@ def _open_store(config: DataConfig) -> TokenStore:
             # Another process may have prepared the folder while this one waited for the lock.
             with contextlib.suppress(ConfigError):
                 return TokenStore(folder)
-            # The manifest marks a finished folder. It goes before the preparation starts, because
-            # readers take no lock: a reader must not open a damaged folder that is being rebuilt.
+            # The manifest marks a finished folder. It is deleted before the preparation starts,
+            # because readers take no lock, and must not open a damaged folder that is being
+            # rebuilt.
             (folder / MANIFEST).unlink(missing_ok=True)
             return prepare(config, units, identity, folder, lock)
     except OSError as error:

@@ -14,7 +14,7 @@ from parallel2d.parallel.parallelize.layout import SampleShape
 from parallel2d.training.data.batch import IGNORED, token_sequences
 
 Array = NDArray[np.int64]
-_FITTED_TOGETHER = 4096  # documents that are fitted into rows together
+_FITTED_TOGETHER = 4096  # number of consecutive documents that `FittedSamples` fits at one time
 
 
 class Samples(Protocol):
@@ -25,7 +25,8 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int, inputs: Array, targets: Array, document_ids: Array | None) -> None:
-        """Fill the arrays, shaped as in `shape`, with the sample at ``index``. Thread-safe."""
+        """Write the sample at ``index`` to the arrays, which have the shapes in `shape`.
+        Thread-safe."""
 
 
 class _TokenSamples:
@@ -35,7 +36,8 @@ class _TokenSamples:
         self.shape = token_sequences(seq_len)
 
     def _fill(self, start: int, count: int, inputs: Array, targets: Array) -> None:
-        """Copy ``count`` tokens to inputs, the tokens after them to targets; pad with end ids."""
+        """Copy ``count`` tokens from ``start`` to ``inputs``, and the token after each to
+        ``targets``. Pad inputs with the end id, and targets with ignored targets."""
         tokens = self._split.ids(start, count + 1)
         inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
         inputs[count:], targets[count:] = self._end_id, IGNORED
@@ -44,10 +46,12 @@ class _TokenSamples:
 
 
 class PackedSamples(_TokenSamples):
-    """Sample i reads tokens i·T .. (i+1)·T, so that each token except the first is a target once.
+    """Sample i has the tokens i·T .. (i+1)·T of the split. Each token except the first is a target
+    exactly once.
 
-    The last sample is padded with the end id, without targets. With ``intra_document_masking`` the
-    first token of a document is not a target either: another document would have to predict it.
+    The last sample is padded with the end id, and the targets of the padding are ignored. With
+    ``intra_document_masking`` the first token of each document is not a target, because it would be
+    predicted from another document.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class PackedSamples(_TokenSamples):
         count = min(self.seq_len, self._split.tokens - 1 - start)
         self._fill(start, count, inputs, targets)
         if self._respect_documents:
-            # Starts of further documents, from 1 to count
+            # Positions in this sample at which a further document starts, from 1 to count
             ends = self._split.document_ends(start, count) - start
             targets[ends - 1] = IGNORED
             if document_ids is not None:
@@ -74,7 +78,8 @@ class PackedSamples(_TokenSamples):
 
 
 class PaddedSamples(_TokenSamples):
-    """Sample i is document i, cut to T + 1 tokens and padded with end ids, without targets."""
+    """Sample i is document i, cut to T + 1 tokens and padded with the end id. The targets of the
+    padding are ignored."""
 
     def __len__(self) -> int:
         return self._split.documents
@@ -88,10 +93,11 @@ class PaddedSamples(_TokenSamples):
 
 
 class FittedSamples(_TokenSamples):
-    """Sample i is a row of complete documents, each cut to T + 1 tokens, padded with end ids.
+    """Sample i is a row with one or more documents. Each document is cut to T + 1 tokens, and the
+    row is padded with the end id.
 
-    Best-fit decreasing fills the rows, in blocks of consecutive documents. The result depends only
-    on the sizes of the documents.
+    Rows are filled by best-fit decreasing, separately for each block of consecutive documents. The
+    result depends only on the sizes of the documents.
     """
 
     def __init__(self, split: Any, seq_len: int, end_id: int) -> None:
@@ -107,7 +113,7 @@ class FittedSamples(_TokenSamples):
         return len(self._starts) - 1
 
     def sizes(self, index: int) -> Array:
-        """Return the tokens of each document in a row."""
+        """Return the number of tokens of each document in the row ``index``."""
         spans = list(map(self._split.document_span, self._row(index)))
         return np.array([min(end - begin - 1, self.seq_len) for begin, end in spans], np.int64)
 
@@ -128,10 +134,11 @@ class FittedSamples(_TokenSamples):
 
 
 def _fitted(sizes: Array, first: int, most: int) -> list[list[int]]:
-    """Return rows of documents by best-fit decreasing: each document, the largest first, is placed
-    in the fullest row with enough space. ``first``: number of the first document."""
+    """Return rows of document numbers, filled by best-fit decreasing: in the order from the largest
+    to the smallest document, each document goes to the fullest row with enough space. ``first``:
+    number of the first document."""
     rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, row), ascending
+    rooms: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for index in np.argsort(-sizes, kind="stable").tolist():
         size = min(int(sizes[index]), most)
         if size < 1:  # a single token predicts nothing

@@ -1,9 +1,9 @@
-"""Prepares raw input into a folder of token shards (see `token_shards`): `prepare`.
+"""`prepare` tokenizes raw input into a folder of token shards (see `token_shards`).
 
-Preparation can be resumed, and its output has the same bytes for any number of workers. Work is
-divided into units: first the shards of a unit are renamed to their final names, then its record
-``unit-00007.json`` is written, so a kill loses at most the units in progress. The manifest, which
-readers require, comes last.
+The input is divided into units of work. When a unit is finished, its shards get their final names,
+and then its record ``unit-00007.json`` is written. If the process is killed, the next call
+continues after the finished units. The manifest is written last, because readers accept only a
+folder with a manifest. The output does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -37,37 +37,41 @@ from parallel2d.training.data.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _REPORTED_ROWS = 3
-_MORE_BAD_ROWS = 1000  # further bad rows after which reading of a unit stops
-_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024  # per call of the tokenizer, which bounds memory
+# Number of bad rows, above the allowed number, after which reading of a unit stops
+_MORE_BAD_ROWS = 1000
+# Limits per call of the tokenizer, which bound memory
+_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 1024
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One unit, with everything that determines its shards."""
+    """A unit of work, with everything that determines its shards."""
 
     folder: Path
     number: int
     unit: reading.Unit
     config: DataConfig
-    threshold: int  # documents with a hash below it are held out
-    signature: str  # digest of the input and the options
+    threshold: int  # documents with a smaller hash are held out
+    signature: str  # digest of the input and of the options
 
     @property
     def record(self) -> Path:
-        """The file that is written after the shards of the unit have their final names."""
+        """Path of the record, which is written after the shards of the unit have their final
+        names."""
         return self.folder / f"unit-{self.number:05d}.json"
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """Create the folder and hold its lock, among the processes of all machines that share the file
-    system. Yields the lock's file descriptor.
+    """Create the folder, and hold its lock inside the context. The lock excludes other processes on
+    all machines that share the file system. Yields the lock's file descriptor.
 
     A flock(2) belongs to the open file: the kernel releases it when the last process that inherited
-    the descriptor has ended. Workers inherit it, so that the next holder also waits for the workers
-    of a killed parent, and two preparations never write to the folder at once.
+    the descriptor has ended. Workers inherit the descriptor. If their parent is killed, the next
+    holder also waits for these workers, so that two preparations never write to the folder at the
+    same time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a", encoding="utf-8") as file:
@@ -80,8 +84,7 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
 
 def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
-    """Return a hex digest of the identity of the input and of every option that affects the
-    shards."""
+    """Return a hex digest of the input's identity and of every option that affects the shards."""
     cut = {"text_field": config.text_field, "document_bytes": reading.document_bytes(config)}
     options = {
         "tokenizer": tokenizer.fingerprint,
@@ -97,7 +100,8 @@ def content_key(config: DataConfig, identity: str, tokenizer: Tokenizer) -> str:
 
 
 def _allowed_bad_rows(config: DataConfig) -> int:
-    # Any Python version may have standard-library files that are not readable as text.
+    # Some files of the standard library are not readable as text; their number depends on the
+    # Python version.
     return 100 if config.name == "stdlib" else config.max_bad_rows
 
 
@@ -116,17 +120,17 @@ def prepare(
     lock: int,
     progress: Callable[[int], object] = lambda done: None,
 ) -> store.TokenStore:
-    """Prepare the input of ``config`` into ``folder``, and open it.
+    """Prepare the input of ``config`` into ``folder``, and open the folder.
 
     Args:
         units, identity: the result of `reading.find_units` for ``config``.
         lock: descriptor of the folder's lock (`folder_lock`), which the caller holds.
         progress: called with the number of finished units.
 
-    Raises `ConfigError` for empty input or too many bad rows, without publishing anything.
+    Raises `ConfigError` for empty input or too many bad rows; the folder then has no manifest.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.end_token)
-    # The number of allowed bad rows changes no shard.
+    # The number of allowed bad rows does not affect the shards.
     signature = content_key(replace(config, max_bad_rows=0), identity, tokenizer)
     if (folder / store.MANIFEST).exists():
         finished = store.TokenStore(folder)
@@ -144,7 +148,7 @@ def prepare(
     for n, unit in enumerate(units):
         jobs.append(UnitJob(folder, n, unit, config, threshold, signature))
     records: list[Record] = []
-    # Closing the generator ends its workers.
+    # Closing the generator also ends its workers.
     with contextlib.closing(_records(jobs, tokenizer, lock)) as found:
         for record in found:
             records.append(record)
@@ -153,15 +157,16 @@ def prepare(
                 _check_bad_rows(config, records)
     splits = _splits(records)
     if threshold and not splits["validation"]["documents"] and splits["train"]["documents"] >= 2:
-        # There are few documents, and the fraction has selected none. Hold out the document with
-        # the lowest hash, because this choice depends only on the content.
+        # The fraction has selected no document, because the input has few documents. Hold out the
+        # document with the lowest hash: this choice depends only on the content.
         chosen = min(jobs, key=lambda job: records[job.number]["lowest_hash"])
         again = replace(chosen, threshold=records[chosen.number]["lowest_hash"] + 1)
         (records[chosen.number],) = _records([again], tokenizer, lock)
     manifest = _manifest(config, signature, tokenizer, records)
-    # Every unit has flushed its files, and this flush persists their names. Only then may the
-    # manifest appear: it declares the folder complete, and readers do not look for other files.
-    # The records of the units go last, since a kill before the manifest continues from them.
+    # Every unit has flushed its files, and this call persists their names. The manifest is written
+    # only afterwards, because it declares the folder complete. The records of the units are deleted
+    # last: if the process is killed before the manifest exists, the next call continues from these
+    # records.
     files.flush_folder(str(folder))
     store.write_json(folder / store.MANIFEST, manifest)
     _clean(folder, manifest)
@@ -169,8 +174,8 @@ def prepare(
 
 
 def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[Record]:
-    """Yield the record of each job in order. A record comes from an earlier run, a worker or this
-    process."""
+    """Yield the record of each job in order. The record may be written by an earlier call, by a
+    worker, or by this process."""
     left = []
     for job in jobs:
         if _record(job) is None:
@@ -179,8 +184,8 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
         workers = _fork_workers(stack, left, lock)
         turns = dict(zip((job.number for job in left), itertools.cycle(workers), strict=False))
         for job in jobs:
-            # A worker writes a line after each unit. If a worker has ended without being killed,
-            # the unit runs in this process, which gets the same error and raises it with its cause.
+            # A worker writes a line after each unit. If a worker has ended with an error, the unit
+            # runs again in this process, which raises the same error with its cause.
             worker = turns.get(job.number)
             if worker is not None and not worker.stdout.readline() and worker.wait() < 0:
                 raise RuntimeError(
@@ -196,7 +201,8 @@ def _records(jobs: list[UnitJob], tokenizer: Tokenizer, lock: int) -> Generator[
 
 
 def _record(job: UnitJob) -> Record | None:
-    """Read the record of a finished unit; None if it is unfinished, or a file is missing."""
+    """Read the record of a finished unit. Return None if the unit is unfinished, if a file is
+    missing, or if the record belongs to other input or options."""
     try:
         record: Record = files.read_json(str(job.record))
         store.check_sizes(job.folder, record)
@@ -207,10 +213,12 @@ def _record(job: UnitJob) -> Record | None:
 
 
 def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -> list[Any]:
-    """Start processes that take turns at the jobs; none for a single job or worker.
+    """Start worker processes, among which the jobs are divided. Return an empty list for a single
+    job or worker.
 
-    They are separate programs, not forks: they have none of this process's threads and sockets, and
-    do not import the caller's main module. A worker with a killed parent finishes its unit.
+    The workers are separate programs and not forks, so they do not inherit threads or sockets of
+    this process, and do not import the caller's main module. If the parent is killed, a worker
+    still finishes its current unit.
     """
     count = min(worker_count(jobs[0].config.workers), len(jobs)) if jobs else 0
     workers: list[Any] = []
@@ -224,28 +232,29 @@ def _fork_workers(stack: contextlib.ExitStack, jobs: list[UnitJob], lock: int) -
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # The path where this process found its modules
+            # Workers import modules from the same path as this process
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             pass_fds=[lock],
         )
         workers.append(stack.enter_context(worker))
         stack.callback(worker.kill)
     for number, worker in enumerate(workers):
-        # A worker that has ended is noticed at the wait for its first unit.
+        # `_records` detects a worker that has ended when it waits for the worker's first unit.
         with contextlib.suppress(BrokenPipeError), worker.stdin:
             pickle.dump(jobs[number::count], worker.stdin)
     return workers
 
 
 def work() -> None:
-    """Run the jobs that the parent has pickled: the main program of a worker."""
+    """Main program of a worker: run the jobs that the parent has pickled."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops its workers
     lines = os.dup(1)
-    os.dup2(2, 1)  # output of a library must not count as a line of this protocol
+    # Send library output to stderr, because each line on stdout means a finished unit
+    os.dup2(2, 1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     jobs: list[UnitJob] = pickle.load(sys.stdin.buffer)
     tokenizer = load_tokenizer(jobs[0].config.tokenizer, jobs[0].config.end_token)
-    # The parent gets these errors again, or has ended.
+    # The parent repeats the failed unit and raises the error, unless it has ended.
     with contextlib.suppress(ConfigError, OSError):
         for job in jobs:
             run_unit(job, tokenizer)
@@ -253,7 +262,7 @@ def work() -> None:
 
 
 def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
-    """Write one shard per split, then the record of the unit."""
+    """Write one shard for each split, then the record of the unit."""
     record: Record = {"signature": job.signature, "threshold": job.threshold}
     record |= {**dict.fromkeys(store.COUNTS, 0), "lowest_hash": reading.HASH_RANGE}
     bad: list[tuple[str, int, str]] = []
@@ -287,8 +296,8 @@ def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
             train.add(rows[0])
             validation.add(rows[1])
         shards = {"train": train.finish(), "validation": validation.finish()}
-    # The record is written after the renames in `finish`: its existence means that all shards of
-    # the unit are complete, so that a later start can skip the unit.
+    # The record is written after the renames in `finish`. If it exists, all shards of the unit are
+    # complete, and a later call can skip the unit.
     record["splits"] = {name: {"shards": [shard]} for name, shard in shards.items()}
     record["first_bad"] = _places(job.unit, bad)
     store.write_json(job.record, record)
@@ -296,7 +305,8 @@ def run_unit(job: UnitJob, tokenizer: Tokenizer) -> None:
 
 def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
     before = reading.lines_before(unit) if bad else 0
-    # Names and reasons come from the data: a line break in one would begin a forged message.
+    # Names and reasons come from untrusted data, in which a line break could forge a second
+    # message.
     places: list[str] = []
     for file, line, reason in bad:
         places.append(
@@ -306,7 +316,8 @@ def _places(unit: reading.Unit, bad: list[tuple[str, int, str]]) -> list[str]:
 
 
 def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Document]]:
-    """Group documents: the tokenizer is parallel within a batch, and a batch bounds memory."""
+    """Yield the documents in batches. The tokenizer runs in parallel over a batch, and the size of
+    a batch bounds memory."""
     batch: list[reading.Document] = []
     size = 0
     for document in documents:
@@ -319,7 +330,8 @@ def _batches(documents: Iterable[reading.Document]) -> Iterator[list[reading.Doc
 
 
 def _encoded(batch: list[reading.Document], tokenizer: Tokenizer) -> Iterator[store.MarkedTokens]:
-    """Yield the ids of each document with its end, and a mask unless all ids may be targets."""
+    """Yield the ids of each document with the end-of-document id, and its mask; None in place of a
+    mask if all ids may be targets."""
     texts: list[str] = []
     for document in batch:
         texts += [] if document.joined else [text for text, _ in document.parts]
@@ -366,7 +378,7 @@ def _splits(records: list[Record]) -> Record:
         splits[name] = {
             "tokens": sum(shard["tokens"] for shard in shards),
             "documents": sum(shard["documents"] for shard in shards),
-            # A unit may lack documents of this split.
+            # A unit may have no documents of this split.
             "shards": [shard for shard in shards if shard["documents"]],
         }
     return splits
@@ -375,7 +387,8 @@ def _splits(records: list[Record]) -> Record:
 def _manifest(
     config: DataConfig, signature: str, tokenizer: Tokenizer, records: list[Record]
 ) -> Record:
-    """Combine the records. Raises `ConfigError` if a requested split has no document."""
+    """Combine the records to the manifest. Raises `ConfigError` if a requested split has no
+    document."""
     splits = _splits(records)
     if not splits["train"]["documents"]:
         raise ConfigError(f"{_source(config)} has no document with text to train on")

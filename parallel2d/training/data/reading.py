@@ -1,9 +1,9 @@
-"""Finds the raw input of a `DataConfig`, divides it into units of work (`find_units`), and reads
-the documents of a unit one at a time (`read_unit`).
+"""`find_units` finds the raw input of a `DataConfig` and divides it into units of work. `read_unit`
+reads the documents of a unit one at a time.
 
-Units depend only on the names and sizes of files, so any process that prepares them produces the
-same shards. Large files are read in pieces, so that memory is bounded by one document. The
-libraries for .zst, Parquet and data sets are extras and are imported only here.
+Units depend only on the names and sizes of files, so every process produces the same shards. Large
+files are read in pieces, so that at most one document is in memory. The libraries for .zst, Parquet
+and data sets are optional, and are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from parallel2d.base.files import inside, printable, walk
 from parallel2d.training.data import data_set_folder, tables
 from parallel2d.training.data.chat import ChatTemplate, without_nulls
 
-# Size of a unit of files and of a data set; constants, because shards are made per unit
+# Size of a unit: in bytes of files, or in rows of a data set. These are constants, because each
+# unit has its own shards, which must not depend on settings
 UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
 ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row
 HASH_RANGE = 1 << 64  # upper limit of `content_hash`
-# Larger input is identified by names, sizes and modification times instead of its content
+# Up to this size, input is identified by its content; larger input by the names, sizes and
+# modification times of its files
 _IDENTIFIED_WHOLE = 256 << 20
 _WHOLE_FILE = 1 << 62
 _NOT_IN_CORPUS = ("test", "tests", "idle_test", "site-packages", "dist-packages")
@@ -50,7 +52,8 @@ _LIBRARY_READERS: dict[str, tuple[str, dict[str, str]]] = {
     ".json": ("from_json", {}),
     ".txt": ("from_text", {}),
 }
-# A compressed file may expand to this size, or to this multiple of its size; text takes 3 to 10.
+# A compressed file may expand to this size, plus this multiple of its compressed size. Text expands
+# to 3 to 10 times its compressed size.
 _FREE_BYTES, _MOST_EXPANSION = 4 << 20, 100
 
 # Pieces of a file, each with the number of lines that it spans
@@ -60,7 +63,7 @@ _RowReader = Callable[[Any], "list[Document]"]
 
 
 class SourceFile(NamedTuple):
-    """A file. Files are sorted by name, and messages use the name."""
+    """An input file. Files are sorted by name, and messages contain the name."""
 
     name: str  # relative to the path that the user gave
     path: str
@@ -68,25 +71,27 @@ class SourceFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """The input that one worker reads at a time: several small files, or a range of a large one."""
+    """A unit of work for one worker: several small files, or a range of one large file."""
 
-    kind: str  # text, rows, parquet or hf
+    kind: str  # key of `_FORMATS`
     files: list[SourceFile]
-    start: int = 0  # bytes of the file (text, rows), row groups (parquet) or rows (hf)
+    start: int = 0  # in bytes (text, rows), row groups (parquet) or rows (arrow, hf)
     stop: int = _WHOLE_FILE
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, in parts with a flag: True for parts that are targets of the loss."""
+    """A document: its text, and the text in parts, each with True if the part is a target of the
+    loss."""
 
     utf8: bytes
     parts: list[tuple[str, bool]]
-    joined: bool = False  # tokens may span parts, and the text contains its end
+    joined: bool = False  # True if tokens may span parts, and no end-of-document id is added
 
 
 class _BadRowError(ValueError):
-    """A piece of a file is not a document; the message says why. ``line`` counts from 0."""
+    """A piece of a file is not a valid document; the message gives the reason. ``line``: line in
+    the piece, from 0."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -94,8 +99,8 @@ class _BadRowError(ValueError):
 
 
 def find_units(config: DataConfig) -> tuple[list[Unit], str]:
-    """Return the units of the raw input of ``config`` in order, and a hex digest that changes with
-    a file's name or content. Raises `ConfigError` for input that cannot be read."""
+    """Return the units of the raw input of ``config`` in order, and a hex digest that identifies
+    the input. Raises `ConfigError` for input that cannot be read."""
     if config.name == "hf":
         files = _files_of_data_set(config)
         endings = set()
@@ -124,8 +129,8 @@ def find_units(config: DataConfig) -> tuple[list[Unit], str]:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """Return the sorted files of a path: the file itself, or the visible files of a folder or a
-    glob."""
+    """Return the files of ``path``, sorted by name. ``path`` may be a file, a folder, or a glob.
+    Hidden files in a folder are omitted."""
     start = Path(path).expanduser()
     if start.is_dir():
         return _files_below(start)
@@ -153,7 +158,8 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _standard_library() -> list[SourceFile]:
-    """Return Python's own library sources, without tests and files that an installation adds."""
+    """Return the source files of Python's standard library, without tests and without files that
+    differ between installations."""
     files = []
     for file in _files_below(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_CORPUS):
         last = os.path.basename(file.path)
@@ -179,8 +185,8 @@ def _files_below(root: Path, omitted: Collection[str] = ()) -> list[SourceFile]:
 
 
 def _refuse_outside(folder: Path | str, path: str) -> None:
-    """Raise `ConfigError` for a link that leads out of its folder: with an untrusted link, a
-    private file could become training data."""
+    """Raise `ConfigError` for a link that leads out of ``folder``. In an untrusted folder, such a
+    link could make a private file training data."""
     try:
         inside(str(folder), path)
     except OSError as error:
@@ -195,7 +201,7 @@ def _is_shown(name: str) -> bool:
 def plan_units(files: list[SourceFile]) -> list[Unit]:
     """Divide the input into units of about `UNIT_BYTES`, in the order of the files."""
     units: list[Unit] = []
-    left = -1  # bytes that the last unit has left for further files; -1: it is full
+    left = -1  # free bytes in the last unit; -1: no further files are added to it
     for file in files:
         room, left = left, -1
         name, size = file.path.lower(), os.path.getsize(file.path)
@@ -230,7 +236,7 @@ def _row_units(kind: str, files: list[SourceFile], rows: int) -> list[Unit]:
 
 
 def _arrow_units(files: list[SourceFile]) -> list[Unit]:
-    """Return units of consecutive rows. Reads only the headers of batches."""
+    """Return units of consecutive rows. The call reads only the headers of batches."""
     tables.check_arrow([file.path for file in files])
     units = []
     for file in files:
@@ -240,7 +246,7 @@ def _arrow_units(files: list[SourceFile]) -> list[Unit]:
 
 
 def _parquet_units(file: SourceFile) -> list[Unit]:
-    """Return units of consecutive row groups. Reads only the file's footer."""
+    """Return units of consecutive row groups. The call reads only the file's footer."""
     table = tables.open_parquet(file.path)
     units, begin, held = [], 0, 0
     for group in range(table.num_row_groups):
@@ -252,7 +258,8 @@ def _parquet_units(file: SourceFile) -> list[Unit]:
 
 
 def files_identity(files: list[SourceFile]) -> str:
-    """Return a hex digest that changes with a file's name or content."""
+    """Return a hex digest of the files' names and contents. For large input it covers modification
+    times instead of contents."""
     digest = hashlib.sha256()
     sizes = []
     for file in files:
@@ -269,16 +276,16 @@ def files_identity(files: list[SourceFile]) -> str:
 
 
 def content_hash(data: bytes) -> int:
-    """Return the first 64 bits of blake2b."""
+    """Return a 64-bit blake2b hash of ``data``."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Document]:
     """Yield the documents of a unit in order.
 
-    A piece that is not a document is passed to ``report``: the name of its file, its line in the
-    unit (in a table: its row), counted from 1, and the reason. Raises `ConfigError` for a missing
-    extra.
+    For a piece that is not a valid document, ``report`` is called with three arguments: the name of
+    the file, the line in the unit (the row in a table), counted from 1, and the reason. Raises
+    `ConfigError` if an optional library is missing.
     """
     pieces, document_of = _FORMATS[unit.kind]
     of_row = _row_reader(config)
@@ -297,8 +304,8 @@ def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Docum
 
 
 def lines_before(unit: Unit) -> int:
-    """Return the number of lines or rows before the unit. Reads the file up to the unit,
-    so it is called only for messages about bad rows."""
+    """Return the number of lines or rows before the unit in its file. This reads the file up to the
+    unit, and is therefore called only for messages about bad rows."""
     path = unit.files[0].path
     if unit.kind in ("hf", "arrow") or unit.start == 0:
         return unit.start
@@ -313,13 +320,16 @@ def lines_before(unit: Unit) -> int:
 
 
 def document_bytes(config: DataConfig) -> int:
-    """Return the size that text files are cut to; standard-library files are never cut."""
+    """Return the size of the documents into which text files are cut. Files of the standard library
+    are not cut."""
     return _WHOLE_FILE if config.name == "stdlib" else config.document_kib << 10
 
 
 def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
-    """Yield bytes that end at line ends, or inside a line that is longer than a document."""
-    # Files that are not cut need this bound too, because `read` allocates its size in advance.
+    """Yield pieces of about the size of a document. A piece ends at the end of a line, unless the
+    line is longer than a document."""
+    # Files that are not cut need the bound `ROW_BYTES`, because `read` allocates its buffer in
+    # advance.
     size, carried, inside_line = min(document_bytes(config), ROW_BYTES), b"", False
     with _open(path) as file:
         position = _enter(file, unit.start)
@@ -332,14 +342,15 @@ def _text_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
             piece = carried + piece
             if not piece:
                 return
-            # Cut only between characters; invalid UTF-8 is reported later.
+            # Inside a line, cut only between characters. Invalid UTF-8 is reported later.
             whole = codecs.utf_8_decode(piece, "replace")[1] if inside_line else len(piece)
             piece, carried = piece[:whole], piece[whole:]
             yield piece, piece.count(b"\n")
 
 
 def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
-    """Yield lines. The remainder of a line that is too long is skipped without using memory."""
+    """Yield lines. A line that is too long is cut, and its remainder is skipped without being
+    stored."""
     with _open(path) as file:
         position = _enter(file, unit.start)
         while position < unit.stop and (row := file.readline(ROW_BYTES + 1)):
@@ -350,8 +361,8 @@ def _row_pieces(path: str, unit: Unit, _: DataConfig) -> _Pieces:
             yield row, 1
 
 
-# Functions for `read_unit` that parse one piece of a file into at most one document, and raise
-# `_BadRowError` otherwise
+# Functions that parse one piece of a file for `read_unit`. They return a list with at most one
+# document, and raise `_BadRowError` for an invalid piece
 
 
 def _text_document(piece: bytes, _: _RowReader) -> list[Document]:
@@ -402,8 +413,8 @@ def _row_reader(config: DataConfig) -> _RowReader:
 
 
 def _row_document(row: Any, text_field: str) -> list[Document]:
-    """Parse one row: ``segments``, a list of {"text": str, "loss": bool}; or ``prompt`` and
-    ``completion``, with only the completion as target; or the text field."""
+    """Parse one row. It has ``segments``, a list of {"text": str, "loss": bool}; or ``prompt`` and
+    ``completion``, of which only the completion is a target; or the field ``text_field``."""
     match row:
         case {"segments": segments} if segments is not None:
             try:
@@ -436,12 +447,11 @@ def _enter(file: IO[bytes], start: int) -> int:
     """Move to the first line that starts at or after ``start`` and return its offset.
 
     A line belongs to the unit that contains its first byte. Every unit applies this rule at its
-    start and at its end, so that each line of a file is read exactly once, whichever workers read
-    the units.
+    start and at its end, so that each line of a file is read exactly once.
     """
     if start == 0:
         return 0
-    # Begin one byte earlier: if that byte ends a line, a line starts exactly at ``start``.
+    # Begin one byte earlier. If this byte ends a line, the next line starts exactly at ``start``.
     file.seek(start - 1)
     while (part := file.readline(1 << 20)) and not part.endswith(b"\n"):
         pass
@@ -453,7 +463,7 @@ def _open(path: str) -> IO[bytes]:
     if path.lower().endswith(".gz"):
         stream: Any = gzip.GzipFile(fileobj=file)
     elif path.lower().endswith(".zst"):
-        # Unlike the stream reader of zstandard, this reader reports a truncated file.
+        # This reader detects a truncated file, unlike the stream reader of zstandard.
         stream = tables.library("pyarrow", "data", path).CompressedInputStream(file, "zstd")
     else:
         return file
@@ -461,7 +471,8 @@ def _open(path: str) -> IO[bytes]:
 
 
 class _Decompressed(io.RawIOBase):
-    """Passes decompressed bytes on. Raises OSError for more bytes than text could expand to."""
+    """Reads decompressed bytes from ``stream``. Raises OSError if the file expands to more bytes
+    than text would."""
 
     def __init__(self, file: IO[bytes], stream: Any) -> None:
         self._file, self._stream, self._given = file, stream, 0
@@ -482,8 +493,8 @@ class _Decompressed(io.RawIOBase):
 
 
 def _files_of_data_set(config: DataConfig) -> list[SourceFile]:
-    """Return the files of ``data=hf``: of a folder of this machine, or of a data set on the Hub,
-    which are downloaded. Raises `ConfigError` for a file outside of the folder."""
+    """Return the files of ``data=hf``: from a local folder, or downloaded from the Hub. Raises
+    `ConfigError` for a file outside of the folder, and for a data set that cannot be loaded."""
     path = os.path.expanduser(str(config.path))
     with _data_set_explained(config):
         if not os.path.isdir(path):
@@ -510,7 +521,8 @@ def _data_set_explained(config: DataConfig) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    # The library raises many types: no such data set, no such split, no network
+    # The library raises errors of many types, for a missing data set, a missing split or a network
+    # failure.
     except Exception as error:
         where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         lines = str(getattr(error, "strerror", None) or error).split("\n")
@@ -521,14 +533,15 @@ def _data_set_explained(config: DataConfig) -> Iterator[None]:
 
 
 def _open_data_set(config: DataConfig) -> Any:
-    """Return the `datasets.Dataset` of ``data=hf``, for files that only the library reads. Raises
-    `ConfigError` if the data set cannot be loaded."""
+    """Return the `datasets.Dataset` of ``data=hf``, for file formats that only the library reads.
+    Raises `ConfigError` if the data set cannot be loaded."""
     datasets = tables.library("datasets", "hf-datasets", f"data=hf data.path={config.path}")
     files = [file.path for file in _files_of_data_set(config)]
     with _data_set_explained(config):
         (ending,) = {os.path.splitext(file)[1].lower() for file in files}
         for file in files:
-            # The library unpacks archives by their content, to any size.
+            # The library recognizes archives by their content, and unpacks them without a limit on
+            # the size.
             if datasets.utils.extract.Extractor.infer_extractor_format(file):
                 raise ValueError(f"{os.path.basename(file)} is compressed: decompress it first")
         read, arguments = _LIBRARY_READERS[ending]
@@ -541,8 +554,8 @@ def _parquet_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
     held = sum(tables.stored_bytes(table.metadata.row_group(group)) for group in groups)
     names = table.schema_arrow.names
     columns = _columns(names, config)
-    # Read strings as dictionaries: a value that thousands of rows share is then in memory only
-    # once.
+    # Strings are read as dictionaries, so that a value that thousands of rows share is in memory
+    # only once.
     table = tables.open_parquet(path, tables.strings_in(table))
     batches = table.iter_batches(tables.BATCH_ROWS, groups, columns, use_threads=False)
     yield from _table_pieces(batches, names, config, held)
@@ -557,8 +570,8 @@ def _arrow_pieces(path: str, unit: Unit, config: DataConfig) -> _Pieces:
 def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
     data_set = _open_data_set(config)
     rows = data_set.select(range(unit.start, unit.stop)).with_format("arrow")
-    # Read Arrow tables, because the library would decode images and sounds by opening the paths in
-    # the rows.
+    # The rows are read as Arrow tables. In other formats, the library would decode images and
+    # sounds, and open the paths in the rows.
     batches = itertools.chain.from_iterable(
         table.to_batches() for table in rows.iter(tables.BATCH_ROWS)
     )
@@ -568,10 +581,11 @@ def _data_set_pieces(_: str, unit: Unit, config: DataConfig) -> _Pieces:
 def _table_pieces(
     batches: Iterable[Any], names: list[str], config: DataConfig, held: int
 ) -> _Pieces:
-    """Yield the rows of Arrow batches, which are read from ``held`` bytes of a file."""
+    """Yield the rows of Arrow batches. ``held``: stored size of these batches in bytes, which
+    bounds the decoded size."""
     columns = _columns(names, config)
     if not columns:
-        yield dict.fromkeys(names), 1  # for the message
+        yield dict.fromkeys(names), 1  # the message about this row lists the names
         return
     selected = (batch.select(columns) for batch in batches)
     most = _FREE_BYTES + _MOST_EXPANSION * held
@@ -580,14 +594,14 @@ def _table_pieces(
 
 
 def _columns(names: list[str], config: DataConfig) -> list[str]:
-    """Select the columns for documents."""
+    """Return the columns that documents need."""
     wanted = [config.text_field, "prompt", "completion", "segments"]
     if config.name == "chat":
         wanted = ["messages", "tools"]
     return list(filter(wanted.__contains__, names))
 
 
-# Kind of unit -> a function that reads its files in pieces, and a function that parses a piece
+# Kind of a unit -> (function that reads a file in pieces, function that parses a piece)
 _Format = tuple[
     Callable[[str, Unit, DataConfig], _Pieces], Callable[[Any, _RowReader], list[Document]]
 ]

@@ -1,17 +1,18 @@
-"""The order of samples: `Schedule` selects the component of a mixture for each position, and
-`Order` selects the sample in this component.
+"""The order of samples. For each position, `Schedule` selects a component of the mixture, and
+`Order` selects a sample in this component.
 
-A position of a `Schedule` is the number of samples that the run has read. A position of an `Order`
-is the number of samples that were read from its component. In an `Order`, position p lies in epoch
-p // size, and its sample index is a pseudo-random permutation of p % size under a key made of seed,
-stream name and epoch. Nothing is stored, any position is computed directly, and the result does not
-depend on ranks. Therefore a run can resume on any layout.
+A position of a `Schedule` is the number of samples that the run has read before. A position of an
+`Order` is the number of samples that were read before from its component. In an `Order`, position p
+belongs to epoch p // size. Its sample index is the image of p % size under a pseudo-random
+permutation, whose key depends on the seed, the stream's name and the epoch. The index of any
+position is computed directly, without stored state, and does not depend on ranks. Therefore a run
+can resume on any layout.
 
 [Note: cycle walking] A Feistel network permutes 2**bits values. If the size is not a power of two,
-the network is applied again until its output is below the size. The repeated values stay on one
-cycle of the permutation and must reach a value below the size, so the restriction is a bijection
-too (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Because 2**bits is below
-twice the size, fewer than two applications are expected.
+the network is applied again until its output is below the size. These values stay on one cycle of
+the permutation, which must reach a value below the size again. The result is therefore a
+permutation of the values below the size (Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002). Because 2**bits is below twice the size, fewer than two applications are expected.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from parallel2d.base.errors import ConfigError
 
 MAXIMUM_PERIOD = 1 << 16  # the table of a schedule has one entry per position of a period
 MAXIMUM_SIZE = 1 << 61  # samples in an epoch; positions are int64
-_ROUNDS = 8  # four suffice for ideal round functions (Luby and Rackoff 1988); ours are cheap mixers
+# Four suffice for ideal round functions (Luby and Rackoff 1988), but `_round` is not ideal
+_ROUNDS = 8
 
 Integers = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 
 def mix(words: _Words) -> _Words:
-    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words that
-    spreads every input bit."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words in
+    which every input bit affects all output bits."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 class Order:
-    """The permutations of ``range(size)``, one per epoch, determined by a seed and the name of a
-    stream.
+    """Permutations of ``range(size)``, one for each epoch. They depend on a seed and on the name of
+    a stream.
 
     Raises ValueError for a size that is outside 1 .. `MAXIMUM_SIZE`.
     """
@@ -59,7 +61,8 @@ class Order:
         self._identity = f"{seed}/{name}"
 
     def index(self, positions: Integers) -> Integers:
-        """Return the sample index, int64 in [0, size), of each position, int64 [n], >= 0."""
+        """Return the sample index of each position: int64 [n] in [0, size). ``positions``: int64
+        [n], at least 0."""
         epochs, places = np.divmod(positions, self.size)
         indices = np.empty_like(places)
         # A batch that spans the end of an epoch has positions of two epochs.
@@ -69,8 +72,7 @@ class Order:
         return indices
 
     def _walk(self, values: Integers, epoch: int) -> Integers:
-        """Apply [Note: cycle walking] to each value. Only values that are still outside are
-        permuted again."""
+        """Apply the permutation of [Note: cycle walking] to each value."""
         name = f"{self._identity}/{epoch}".encode()
         digest = hashlib.blake2b(name, digest_size=8 * _ROUNDS).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -84,8 +86,8 @@ class Order:
 
     def _permute(self, words: _Words, keys: _Words) -> _Words:
         low, high = words & self._low_mask, words >> self._low_bits
-        # Each half changes by a function of the other half, so that the steps can be undone in
-        # reverse order: the network is a bijection for any round function.
+        # Each turn changes one half by a function of the other half, and can therefore be undone.
+        # Thus the network is a bijection for any round function.
         for turn in range(0, _ROUNDS, 2):
             high = high ^ (_round(low, keys[turn]) & self._high_mask)
             low = low ^ (_round(high, keys[turn + 1]) & self._low_mask)
@@ -99,14 +101,15 @@ def _round(half: _Words, key: np.uint64) -> _Words:
 
 
 class Schedule:
-    """A periodic sequence of components that follows the weights as closely as any sequence can.
+    """A periodic sequence of components whose frequencies follow the weights.
 
-    Weights are taken as exact decimals and scaled to the smallest whole numbers in the same
-    proportion; their sum is the period. Each period contains component c exactly weight[c] times.
-    After n positions the count of a component differs from n · share[c] by less than 1, so in any
-    window by less than 2. The rule is "chairman assignment" (Tijdeman 1980): at each position,
-    among the components with a count that may grow, the component with the nearest deadline is
-    taken.
+    The weights are read as exact decimals and scaled to the smallest integers in the same
+    proportion. The sum of these integers is the period, and each period contains component c
+    exactly weight[c] times. After n positions the count of component c differs from n · weight[c] /
+    period by less than 1; in any window of positions, by less than 2. The rule is "chairman
+    assignment" (Tijdeman 1980). At each position, a component is eligible if its count would not
+    become too large. The deadline of a component is the last position for its next occurrence. The
+    eligible component with the earliest deadline is taken.
 
     Raises `ConfigError` for weights that are not positive numbers, and for a period above
     `MAXIMUM_PERIOD`.
@@ -124,7 +127,7 @@ class Schedule:
             for n, weight in enumerate(self.weights):
                 if weight * (position + 1) > counts[n] * self.period:
                     ready.append(n)
-            # The nearest deadline wins; among equal deadlines the first component.
+            # Take the earliest deadline, and the first component among equal deadlines.
             chosen = min(ready, key=lambda each: Fraction(counts[each] + 1, self.weights[each]))
             self._table[position], self._rank[position] = chosen, counts[chosen]
             counts[chosen] += 1
@@ -132,13 +135,15 @@ class Schedule:
         self._quota = np.array(self.weights, dtype=np.int64)
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Return (component, position within that component), int64, for each position."""
+        """Return two int64 arrays for the positions: the component, and the position in this
+        component."""
         period, place = positions // self.period, positions % self.period
         chosen = self._table[place]
         return chosen, period * self._quota[chosen] + self._rank[place]
 
     def positions_before_repeat(self, lengths: list[int]) -> int:
-        """Return the number of positions before any component starts its next epoch."""
+        """Return the number of positions before the first component starts its second epoch.
+        ``lengths``: samples per component."""
         ends = []
         for number, length in enumerate(lengths):
             period, rank = divmod(length, self.weights[number])

@@ -1,7 +1,7 @@
-"""Reads samples by position: `SampleStream`, the only source of batches in training.
+"""`SampleStream` reads samples by position. All batches in training come from such a stream.
 
-A stream is an infinite or finite sequence of samples, addressed by position. The sample at a
-position depends only on the data, the size of a sample and the seed.
+A stream is a finite or infinite sequence of samples, and a position is an index in this sequence.
+The sample at a position depends only on the data, the size of a sample and the seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from parallel2d.training.data.packing import Array, FittedSamples, Samples
 from parallel2d.training.data.sample_order import Order, Schedule
 
 Position = int | None
-# Positions that are permuted together: permuting many costs little more than permuting one.
+# Number of positions that are permuted together, because this costs little more than permuting one
+# position
 _BLOCK = 1024
 
 
@@ -30,20 +31,21 @@ class End:
     """The end of a finite stream, and the treatment of an incomplete last global batch."""
 
     positions: int  # number of samples in the stream
-    # drop omits the batch, pad gives missing samples weight zero, wrap fills from the next epoch
+    # "drop" omits the batch, "pad" gives missing samples weight zero, "wrap" takes samples from the
+    # next epoch
     policy: str
 
 
 class SampleStream:
-    """Samples addressed by position.
+    """A sequence of samples that are read by position.
 
     Args:
-        components: the lists of samples, all of one shape; several make a mixture.
+        components: lists of samples of the same shape. Several lists form a mixture.
         schedule: the component of each position.
-        seed, name: choose the order; streams with other names are independent of this stream.
+        seed, name: determine the order. Streams with different names have independent orders.
         intra_document_masking: batches contain document ids.
-        context: number of positions at the start of every sequence whose targets are ignored.
-        epochs: number of epochs; 0 reads epoch after epoch without end.
+        context: number of token positions at the start of every sequence whose targets are ignored.
+        epochs: number of epochs; 0: no end.
         end: the policy of `End`.
     """
 
@@ -68,14 +70,15 @@ class SampleStream:
         self._vocab_size: int | None = None
         self._with_ids, self._context = intra_document_masking, context
         self._width = 1024
-        # Positions that are read together lie in few blocks of the order.
+        # Positions that are read together belong to few blocks, so a small cache suffices.
         self._block = lru_cache(maxsize=4 * len(components))(self._compute_block)
         self.end = End(epochs * self._length, end) if epochs else None
         # Positions from here on have no samples.
         self._limit = epochs * self._length if epochs and end != "wrap" else math.inf
 
     def __len__(self) -> int:
-        """The samples in one epoch; for a mixture, the positions until a component is exhausted."""
+        """Number of samples in one epoch. For a mixture: the number of positions before a component
+        starts its second epoch."""
         return self._length
 
     def global_batches(self, global_batch_size: int) -> int | None:
@@ -86,7 +89,7 @@ class SampleStream:
         return whole + bool(rest and self.end.policy != "drop")
 
     def ends_before(self, position: int, global_batch_size: int) -> bool:
-        """True if no global batch exists at ``position``."""
+        """True if the stream has no global batch at ``position``."""
         if self.end is None:
             return False
         if self.end.policy == "drop":
@@ -94,26 +97,27 @@ class SampleStream:
         return position >= self.end.positions
 
     def known_state(self) -> dict[str, Any]:
-        """Return the part of a run's state that finds positions faster; empty for random access."""
+        """Return the state with which a resumed run finds its position quickly; empty if samples
+        can be read at any position directly."""
         return {}
 
     def collect(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `known_state` at the position in the ``state`` of a run. Collective."""
+        """Return `known_state` for the position in ``state``, the state of a run. Collective."""
         return self.known_state()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the ``state`` of a run with `known_state`."""
+        """Continue from ``state``, the state of a run, which contains a `known_state`."""
 
     def weigh(self, width: int) -> None:
-        """Have `loads` estimate the FLOPs of a model with hidden states of this width."""
+        """Set the width of the model's hidden states, by which `loads` estimates FLOPs."""
         self._width = width
 
     def loads(self, first: int, count: int) -> tuple[Array, Array] | None:
-        """Return the estimated FLOPs and the tokens of ``count`` positions from ``first``, both up
-        to one factor; None for samples that are not fitted documents.
+        """Return the estimated FLOPs, in arbitrary units, and the number of tokens of each of
+        ``count`` positions from ``first``. Return None unless the samples are `FittedSamples`.
 
-        A block of a transformer takes about 24 d² FLOPs per token, and attention to n earlier
-        tokens 4 d n, half of them on average.
+        A transformer block takes about 24 d² FLOPs per token. Attention to n earlier tokens takes
+        another 4 d n FLOPs; on average, a token attends to half of its document.
         """
         if not all(isinstance(each, FittedSamples) for each in self._components):
             return None
@@ -126,20 +130,21 @@ class SampleStream:
         return work, tokens
 
     def prepare_by(self, prepare: Callable[[Batch], Batch]) -> None:
-        """Pass every batch through ``prepare`` after it has been read."""
+        """Apply ``prepare`` to every batch that is read from now on."""
         self._prepare = prepare
 
     def check_ids(self, vocab_size: int) -> None:
-        """Have `read` raise `ConfigError` for token ids that are not below ``vocab_size``."""
+        """From now on, `read` raises `ConfigError` for token ids that are not below
+        ``vocab_size``."""
         self._vocab_size = vocab_size
 
     def read(self, positions: Sequence[Position], filler: int = 0) -> Batch:
         """Read the samples at ``positions`` into host memory.
 
-        A position that is None, or behind the end of a stream with the policy pad or drop, has no
-        valid target. Its inputs are those of position ``filler`` in the same global batch, so that
-        it uses no module that this global batch does not use. Raises the exception of a component
-        for a sample that cannot be read.
+        A row has no valid targets if its position is None, or after the end of a stream with the
+        policy "pad" or "drop". This row gets the inputs of position ``filler`` in the same global
+        batch, so that it uses no modules (such as experts) that the global batch does not use. If a
+        sample cannot be read, the exception is raised.
         """
         rows = []
         for row, at in enumerate(positions):
@@ -154,8 +159,9 @@ class SampleStream:
         return SampleHash(self.shape)
 
     def _batch(self, count: int, rows: list[int], where: Array, filler: int) -> Batch:
-        """Return ``count`` rows of tokens. ``rows`` are the numbers of the rows with a position,
-        and ``where`` are their positions; the other rows have the inputs of position ``filler``."""
+        """Return ``count`` rows of tokens. ``rows``: indices of the rows with a position;
+        ``where``: the positions of these rows. All other rows get the inputs of position
+        ``filler``."""
         shape: Any = self.shape
         inputs = np.empty((count, *shape.inputs.shape), np.int64)
         targets = np.empty((count, *shape.targets.shape), np.int64)
@@ -165,7 +171,8 @@ class SampleStream:
             where = np.append(where, filler)
         for row, (component, index) in zip(rows + missing[:1], self._locate(where), strict=True):
             component.read(index, inputs[row], targets[row], None if ids is None else ids[row])
-        # Checked on the host, because a kernel on a GPU would end the process without a reason.
+        # The ids are checked on the host, because on a GPU an invalid id ends the process without a
+        # clear message.
         if self._vocab_size is not None and rows:
             largest = int(max(inputs[rows].max(), targets[rows].max()))
             if largest >= self._vocab_size:
@@ -179,9 +186,9 @@ class SampleStream:
             if ids is not None:
                 ids[missing] = ids[missing[0]]
         if self._context:
-            # These positions see fewer than ``context`` earlier tokens.
+            # The model has no output for the targets of the first ``context`` positions.
             targets[:, : self._context] = IGNORED
-        # Rows without a position are not hashed. If all rows have a position, no copy is needed.
+        # Only rows with a position are hashed. If all rows have a position, a slice avoids a copy.
         hashed = rows if missing else slice(None)
         hashes = self._hash(inputs[hashed], targets[hashed], where[: len(rows)])
         return Batch(

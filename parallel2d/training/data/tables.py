@@ -1,7 +1,8 @@
-"""Rows of Arrow and Parquet files of any origin, in bounded memory: `bounded_rows`.
+"""`bounded_rows` reads rows of untrusted Arrow and Parquet files in bounded memory.
 
-A table of a few kilobytes can expand to gigabytes: rows share the values of a dictionary, and
-buffers are compressed. Sizes are computed before values become Python objects.
+A table of a few kilobytes can expand to gigabytes, because rows may share dictionary values, and
+buffers may be compressed. Therefore sizes are computed before values are converted to Python
+objects.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import printable
 from parallel2d.base.files.limited_child import try_in_child
 
-BATCH_ROWS = 256  # in memory at a time
-TOO_LONG = object()  # in the place of a row
+BATCH_ROWS = 256  # rows in memory at one time
+TOO_LONG = object()  # yielded in place of a row that is too long
 TOO_MUCH = "it expands to more than 100 times its size, unlike text"
 
 
 def library(name: str, extra: str, path: str) -> Any:
-    """Return a module of an extra. Raises `ConfigError` with the command that installs the
-    extra."""
+    """Return a module that belongs to an optional dependency (extra). Raises `ConfigError` with the
+    install command if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -30,8 +31,9 @@ def library(name: str, extra: str, path: str) -> Any:
 
 
 def bounded_rows(batches: Iterable[Any], row_bytes: int, most_bytes: int) -> Iterator[Any]:
-    """Yield the rows of Arrow batches as dicts; `TOO_LONG` for a row of more than ``row_bytes``.
-    Raises OSError for damaged data, and if all rows together have more than ``most_bytes``."""
+    """Yield the rows of Arrow batches as dicts, and `TOO_LONG` for a row with more than
+    ``row_bytes``. Raises OSError for damaged data, and if the total size of the rows exceeds
+    ``most_bytes``."""
     pyarrow = library("pyarrow", "data", "a table")
     given = 0
     try:
@@ -48,8 +50,8 @@ def bounded_rows(batches: Iterable[Any], row_bytes: int, most_bytes: int) -> Ite
 
 
 def _parts(batch: Any, row_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Divide a batch until each part has a single row, or at most ``row_bytes`` as Python objects.
-    Yields each part with its size."""
+    """Divide a batch until each part is a single row, or takes at most ``row_bytes`` as Python
+    objects. Yield each part with this size."""
     size = sum(map(_decoded_bytes, batch.columns))
     if size <= row_bytes or batch.num_rows <= 1:
         yield batch, size
@@ -61,7 +63,7 @@ def _parts(batch: Any, row_bytes: int) -> Iterator[tuple[Any, int]]:
 
 def _decoded_bytes(array: Any) -> int:
     """Return the bytes of an Arrow array after its dictionaries are decoded. Raises OSError for a
-    type that documents do not contain."""
+    type that does not occur in documents."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -83,9 +85,9 @@ def _decoded_bytes(array: Any) -> int:
 
 
 def open_parquet(path: str, dictionaries: Iterable[str] = ()) -> Any:
-    """Return a `pyarrow.parquet.ParquetFile` that reads these columns as dictionaries. Raises
-    `ConfigError` if the file is not Parquet, or if its footer describes more data than the file
-    has."""
+    """Return a `pyarrow.parquet.ParquetFile` that reads the columns ``dictionaries`` as Arrow
+    dictionaries. Raises `ConfigError` if the file is not Parquet, or if its footer describes more
+    bytes than the file has."""
     pyarrow, parquet = (library(name, "data", path) for name in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.ParquetFile(path, memory_map=True, read_dictionary=list(dictionaries))
@@ -116,8 +118,8 @@ def stored_bytes(group: Any) -> int:
 
 
 def open_arrow(path: str) -> Any:
-    """A reader of an Arrow stream file, which is memory-mapped. Raises OSError for files in another
-    format."""
+    """Return a reader of an Arrow stream file, which is memory-mapped. Raises OSError for a file in
+    another format."""
     pyarrow, ipc = (library(name, "data", path) for name in ("pyarrow", "pyarrow.ipc"))
     try:
         return ipc.open_stream(pyarrow.memory_map(path))
@@ -128,8 +130,8 @@ def open_arrow(path: str) -> Any:
 
 
 def check_arrow(paths: Sequence[str]) -> None:
-    """Raise `ConfigError` for files whose batches cannot be mapped in bounded memory: compressed
-    batches may expand to any size."""
+    """Raise `ConfigError` if reading the headers of these files needs too much memory, for example
+    because compressed batches expand."""
 
     def read_headers() -> None:
         for path in paths:
@@ -141,7 +143,8 @@ def check_arrow(paths: Sequence[str]) -> None:
 
 
 def row_range(batches: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
-    """Yield the rows ``start`` to ``stop``, in batches of at most `BATCH_ROWS`."""
+    """Yield the rows from ``start`` up to, but not including, ``stop``, in batches of at most
+    `BATCH_ROWS`."""
     row = 0
     for batch in batches:
         for begin in range(max(start - row, 0), min(stop - row, batch.num_rows), BATCH_ROWS):

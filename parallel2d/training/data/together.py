@@ -1,4 +1,5 @@
-"""Batches for custom loops whose ranks have different numbers of batches: `together`."""
+"""`together`: the same number of steps on all ranks, for custom loops whose ranks have different
+numbers of batches."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ _NOTHING = object()
 
 
 def mask_targets(batch: Any) -> Any:
-    """Return ``batch`` with targets that are all ignored, so that it has no weight in a token mean:
-    of a mapping the key ``labels``, ``targets`` or ``target``, of a tuple or list the last item.
+    """Return ``batch`` with all targets ignored, so that it has no weight in a mean over tokens. In
+    a mapping, the targets have the key ``labels``, ``targets`` or ``target``; in a tuple or list,
+    they are the last item.
 
-    Raises `ConfigError` for a batch without such int64 targets.
+    Raises `ConfigError` for a batch without int64 targets in one of these places.
     """
     if isinstance(batch, Mapping):
         key = next((key for key in _TARGETS if key in batch), None)
@@ -50,26 +52,28 @@ def together(
     end: str = "longest",
     weightless: Callable[[Any], Any] = mask_targets,
 ) -> Iterator[Any]:
-    """Yield the batches of this rank; all data ranks take the same number of steps.
+    """Yield the batches of this rank, such that all data ranks take the same number of steps.
 
-    ``end="longest"``: a rank without further batches gets its last batch, made ``weightless``,
-    until the batches of all ranks have ended. ``end="shortest"``: all ranks end when the first rank
-    has no further batch.
+    With ``end="longest"`` all ranks continue until the last rank has no further batch; a rank whose
+    batches have ended gets ``weightless(last batch)``. With ``end="shortest"`` all ranks end as
+    soon as one rank has no further batch.
 
-    The ranks agree one batch ahead if a further batch exists, by an all-reduce of two numbers,
-    which runs on the host while the previous step computes. Collective: every rank of ``mesh``
-    iterates.
+    For each step, an all-reduce of two numbers tells all ranks which ranks have a further batch. It
+    runs on the host, while the previous step computes. Collective: every rank of ``mesh`` must
+    iterate.
 
     Args:
-        batches: the batches of this rank; ranks of a context or tensor axis that share data pass
-            the same batches.
-        mesh: of the parallelized model.
+        batches: the batches of this rank. The context and tensor ranks of a data rank must pass the
+            same batches.
+        mesh: the mesh of the parallelized model.
         end: ``longest`` or ``shortest``.
-        weightless: returns a copy of a batch that has no weight in the loss. With the default a
-            loss of `parallel2d.cross_entropy_sum` times `parallel2d.token_weight` is exact.
+        weightless: returns a copy of a batch that has no weight in the loss. The default suits a
+            loss of `parallel2d.cross_entropy_sum` times `parallel2d.token_weight`, which is then
+            exact.
 
     Raises:
-        ConfigError: an unknown ``end``; on all ranks, if a rank has no batch while others have.
+        ConfigError: ``end`` is unknown; or, on all ranks: with ``end="longest"`` a rank has no
+        batch at all, and another rank has one.
     """
     if end not in _ENDS:
         raise ConfigError(f"together: end={end!r} must be longest or shortest")
@@ -95,7 +99,7 @@ def together(
 
 
 def _ranks_without(has_batch: bool, mesh: DeviceMesh) -> str:
-    """Return ``rank 1 has`` or the like for the ranks without a batch. Collective."""
+    """Return text about the ranks without a batch, such as ``rank 1 has``. Collective."""
     with among(part_group(mesh)):
         found = zip(members(), all_gather(has_batch), strict=True)
     ranks = []
@@ -110,14 +114,15 @@ class _Agreement:
     ranks."""
 
     def __init__(self, mesh: DeviceMesh, *, has_batch: bool) -> None:
-        # The all-reduce runs on the host, because reading a value on a GPU would wait for the step.
+        # The all-reduce runs on the host, because reading a result on a GPU would wait for the
+        # running step.
         self._found = torch.tensor([has_batch, not has_batch], dtype=torch.float32)
         group = part_group(mesh)
         with control_traffic():
             self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group, async_op=True)
 
     def wait(self) -> tuple[bool, bool]:
-        """Return (some rank has a batch, every rank has one)."""
+        """Return (some rank has a batch, every rank has a batch)."""
         self._work.wait()
         some, lacking = self._found.tolist()
         return bool(some), not lacking

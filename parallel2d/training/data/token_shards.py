@@ -1,4 +1,4 @@
-"""Token shards on disk: their format, their writer `ShardWriter` and their reader `TokenStore`.
+"""Token shards on disk: the format, the writer `ShardWriter` and the reader `TokenStore`.
 
 A prepared folder contains
 
@@ -9,8 +9,8 @@ A prepared folder contains
   train-00000.mask     uint8 per token, 1 = may be a target; absent if all tokens may be targets
   validation-00000.*   the same for the held-out documents
 
-Shards are plain arrays, so they contain nothing that could be executed. Shards are memory-mapped,
-so the processes of one machine share one copy. Each document ends with the end-of-document id.
+Shards are raw arrays and contain no code. They are memory-mapped, so all processes of a machine
+share one copy. Each document ends with the end-of-document id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 TOKENIZER = ("name", "vocab_size", "end_id", "fingerprint")
 COUNTS = ("bytes", "empty_documents", "bad_rows")
-# Files of a split that stay mapped, which bounds file descriptors for thousands of shards
+# Number of files of a split that stay mapped. With thousands of shards, this limits memory maps
 _OPEN_FILES = 64
 _TOKEN_TYPES = {"|u1": 1, "<u2": 2, "<u4": 4}  # dtype -> bytes per id
 _LARGEST_MANIFEST = 256 * 2**20
@@ -58,13 +58,13 @@ def write_json(path: Path, value: Any) -> None:
     files.replace(str(path), json.dumps(value, indent=1), durable=True)
 
 
-# The ids of a document, 1-D, with the end-of-document id; and uint8 per id, 1 for possible targets,
-# or None if all ids are possible targets
+# The ids of a document, 1-D, with the end-of-document id, and a uint8 mask: 1 for ids that may be
+# targets. None in place of the mask: all ids may be targets
 MarkedTokens = tuple[NDArray[Any], NDArray[np.uint8] | None]
 
 
 class ShardWriter:
-    """Writes one shard under temporary names, and renames it when it is complete."""
+    """Writes one shard to temporary files, and renames them when the shard is complete."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self._name, self._dtype = name, dtype
@@ -81,7 +81,8 @@ class ShardWriter:
         """Append documents to the shard."""
         ends = self.tokens + np.cumsum([len(ids) for ids, _ in documents])
         for ids, mask in documents:
-            # Most corpora have no masks. The first mask adds ones for all earlier tokens.
+            # Most corpora have no masks, so the mask file begins only with the first mask. Ones are
+            # written for all earlier tokens.
             if mask is not None and not self._masked:
                 self._append("mask", np.ones(self.tokens, np.uint8))
                 self._masked = True
@@ -102,8 +103,8 @@ class ShardWriter:
         entries = {}
         for kind, file in self._files.items():
             if self.documents and (kind != "mask" or self._masked):
-                # fsync comes before the rename: otherwise a crash could persist the final name
-                # with incomplete content, and the unit would look finished.
+                # fsync comes before the rename. Otherwise, after a crash, a file with its final
+                # name could have incomplete content, and the unit would look finished.
                 file.flush()
                 os.fsync(file.fileno())
                 size, path = file.tell(), self._paths[kind]
@@ -116,14 +117,15 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the files, and delete all files that were not renamed."""
+        """Close the files, and delete the temporary files that were not renamed."""
         for file in self._files.values():
             file.close()
             Path(file.name).unlink(missing_ok=True)
 
 
 class TokenSplit:
-    """One split of a prepared folder: a sequence of ``tokens`` ids in ``documents`` documents."""
+    """One split of a prepared folder: its documents, as one sequence of token ids over all shards.
+    ``tokens`` and ``documents``: their numbers."""
 
     def __init__(self, folder: Path, dtype: str, shards: list[dict[str, Any]]) -> None:
         self._folder, self._types = folder, {**_TYPES, "tokens": dtype}
@@ -133,19 +135,20 @@ class TokenSplit:
         self._token_starts, self._document_starts = np.cumsum(starts, axis=0).T
         self.tokens, self.documents = int(self._token_starts[-1]), int(self._document_starts[-1])
         self.masked = any(self._masked)
-        self._sound: set[int] = set()  # shards with checked document ends
-        # A file that leaves the cache stays mapped while a view on its array exists.
+        self._sound: set[int] = set()  # shards whose document ends were checked
+        # A file that is dropped from the cache stays mapped as long as a view of its array exists.
         self._array = functools.lru_cache(_OPEN_FILES)(self._mapped)
 
     def ids(self, start: int, count: int) -> NDArray[Any]:
-        """Return token ids ``start .. start + count``, as a view if they lie in one shard."""
+        """Return ``count`` token ids from ``start``, as a view if they are in one shard."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             parts.append(self._array(shard, "tokens")[a:b])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def may_be_target(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Return bool [count]: True for tokens that the source's loss mask allows as targets."""
+        """Return bool [count] for the tokens from ``start``: True for tokens that may be
+        targets."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             parts.append(
@@ -154,7 +157,8 @@ class TokenSplit:
         return np.concatenate(parts).astype(np.bool_)
 
     def document_ends(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return the document ends, in tokens of the split, in ``start + 1 .. start + count``."""
+        """Return the ends of documents, as token positions in the split, from ``start + 1`` to
+        ``start + count``."""
         parts = []
         for shard, a, b in self._ranges(start, count):
             ends = self._array(shard, "ends")
@@ -163,14 +167,15 @@ class TokenSplit:
         return np.concatenate(parts)
 
     def document_span(self, document: int) -> tuple[int, int]:
-        """Return start and end of a document with its end id, in tokens of the split."""
+        """Return the start and end of a document, as token positions in the split. The document
+        includes its end id."""
         shard = int(np.searchsorted(self._document_starts, document, side="right")) - 1
         ends, local = self._array(shard, "ends"), document - int(self._document_starts[shard])
         base = int(self._token_starts[shard])
         return base + (int(ends[local - 1]) if local else 0), base + int(ends[local])
 
     def document_sizes(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the sizes of ``count`` documents from ``first``, in tokens with their end ids."""
+        """Return the sizes in tokens of ``count`` documents from ``first``, end ids included."""
         spans = list(map(self.document_span, range(first, first + count)))
         return np.array([end - begin for begin, end in spans], np.int64)
 
@@ -183,7 +188,8 @@ class TokenSplit:
         return count
 
     def _ranges(self, start: int, count: int) -> list[tuple[int, int, int]]:
-        """Return (shard, first token in it, last token + 1) for a range of the sequence."""
+        """Return (shard, begin, end) for each shard in a range of the sequence. Begin and end are
+        token positions in the shard."""
         shard = int(self._token_starts.searchsorted(start, side="right")) - 1
         found, end = [], start + count
         while start < end:
@@ -198,7 +204,8 @@ class TokenSplit:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         array = np.frombuffer(mapped, dtype=self._types[kind])
         if kind == "ends" and shard not in self._sound:
-            # Checked once per shard: binary search in unsorted ends would give wrong positions.
+            # The ends are checked once per shard, because a binary search in unsorted ends would
+            # give wrong positions.
             ascending = bool(np.all(array[1:] > array[:-1]))
             if array[0] == 0 or array[-1] != self._shards[shard]["tokens"] or not ascending:
                 raise ConfigError(
@@ -210,11 +217,12 @@ class TokenSplit:
 
 
 class TokenStore:
-    """A prepared folder. Raises `ConfigError` if it is unfinished or has another format or size."""
+    """A prepared folder. Raises `ConfigError` if it is unfinished, has another format, or if files
+    have other sizes than in its manifest."""
 
     def __init__(self, folder: Path) -> None:
         self.manifest = read_manifest(folder)
-        # SHA-256 in hex of everything that determines the samples: token files, tokenizer, dtype
+        # SHA-256 in hex of everything that determines the samples: token files, tokenizer and dtype
         self.content = str(self.manifest["content"])
         dtype, splits = self.manifest["dtype"], self.manifest["splits"]
         self.splits = {name: TokenSplit(folder, dtype, splits[name]["shards"]) for name in SPLITS}
@@ -244,7 +252,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise `ConfigError` for a file with another size than in ``manifest`` (or a record)."""
+    """Raise `ConfigError` if a file is missing or does not have the size in ``manifest``, which may
+    also be the record of a unit."""
     for name, entry in shard_files(manifest):
         path, expected = folder / name, entry["bytes"]
         try:
@@ -260,8 +269,8 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError unless `prepare` could have written
-    this manifest."""
+    """Raise ValueError, KeyError, TypeError or AttributeError for a manifest that `prepare` cannot
+    have written."""
     kind = manifest.get("format"), manifest.get("version")
     _require(kind == (FORMAT, VERSION), f"it is not of the format {FORMAT!r}, version {VERSION}")
     tokenizer, splits = manifest["tokenizer"], manifest["splits"]
@@ -300,7 +309,7 @@ def _require(holds: object, problem: str) -> None:
 
 
 def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file name, {"bytes", "sha256"}) of every file in a manifest."""
+    """Return (file name, dict with ``bytes`` and ``sha256``) of every file in a manifest."""
     found: list[tuple[str, dict[str, Any]]] = []
     for split in SPLITS:
         for shard in manifest["splits"][split]["shards"]:
@@ -309,8 +318,8 @@ def shard_files(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def verify(folder: Path) -> int:
-    """Read all files and compare their SHA-256; return the bytes. Raises `ConfigError` with the
-    name of the first damaged file."""
+    """Read all files, compare their SHA-256 with the manifest, and return the number of bytes.
+    Raises `ConfigError` with the name of the first damaged file."""
     total = 0
     for name, entry in shard_files(read_manifest(folder)):
         with open(folder / name, "rb") as file:

@@ -1,8 +1,8 @@
 """Converts text to token ids: `load_tokenizer`.
 
 The tokenizer ``bytes`` needs no file: its ids are the 256 byte values and one end-of-document id.
-Any other name is the path of a ``tokenizer.json``, read by the tokenizers library (extra ``data``).
-This format is data, not code.
+Any other name is the path of a ``tokenizer.json``, which the tokenizers library reads (extra
+``data``). Such a file contains no code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel2d.base.files.limited_child import try_in_child
 
 _LARGEST = 256 << 20  # bytes of a file
 _MOST_GROWTH = 4096
-# Letters, digits, marks and characters of several bytes
+# Printable ASCII, and characters of several bytes
 _SAMPLE = "".join(map(chr, range(32, 127))) + " \u00e9\u2603\u4e2d\ufb01\U0001f600\n\t" * 20
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
@@ -33,12 +33,12 @@ class Tokenizer:
     """The tokenizer ``bytes``: UTF-8 bytes as ids 0-255, and 256 for the end of a document."""
 
     name = "bytes"
-    vocab_size = 257  # all ids are below it, including the end-of-document id
+    vocab_size = 257  # all ids, including the end-of-document id, are smaller
     end_id = 256  # follows each document
-    fingerprint = "bytes"  # equal exactly if equal text gives equal ids
+    fingerprint = "bytes"  # equal if and only if the same text gives the same ids
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        """Return one 1-D array of unsigned ids per text, without the end-of-document id."""
+        """Return a 1-D array of unsigned ids for each text, without the end-of-document id."""
         found: list[NDArray[Any]] = []
         for text in texts:
             found.append(np.frombuffer(text.encode("utf-8"), dtype=np.uint8))
@@ -47,23 +47,24 @@ class Tokenizer:
     def encode_marked(
         self, parts: Sequence[tuple[str, bool]]
     ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Return the ids of the joined parts, and uint8 per id: 1 if its text overlaps a part that
-        is marked. The end-of-document id is not added."""
+        """Return the ids of the joined parts, and a uint8 flag per id: 1 if the text of the id
+        overlaps a part with the flag True. The end-of-document id is not added."""
         ids = self.encode([text for text, _ in parts])
         flags = np.array([flag for _, flag in parts], np.uint8)
         return np.concatenate(ids), np.repeat(flags, list(map(len, ids)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; ids without text are omitted. Bytes that are not UTF-8 become
-        the replacement character."""
+        """Return the text of ``ids``. Ids without text are omitted, and bytes that are not UTF-8
+        become the replacement character."""
         return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
 class LibraryTokenizer(Tokenizer):
-    """A ``tokenizer.json``. Its template never adds special tokens; ``end_token`` ends a document.
+    """The tokenizer in a ``tokenizer.json``. It adds no special tokens to a text; ``end_token`` is
+    the end-of-document token.
 
-    Without ``end_token``, the first of the usual names in the vocabulary is used. If the vocabulary
-    has none of these names, one id is added after its last id.
+    If ``end_token`` is None, the first name of `_ENDS` that is in the vocabulary is used. If the
+    vocabulary has none of these names, the end-of-document id is a new id after its last id.
     """
 
     def __init__(self, path: str, end_token: str | None) -> None:
@@ -87,7 +88,8 @@ class LibraryTokenizer(Tokenizer):
             raise ConfigError(f"data.tokenizer={path} has more than {_LARGEST >> 20} MiB")
         content = file.read_bytes()
         read = functools.partial(_read, tokenizers.Tokenizer, content, path)
-        # Native code that reads a hostile file may end the process, or take all memory.
+        # Native code that reads a malicious file may crash the process, or use all memory.
+        # Therefore a child process reads the file first.
         try_in_child(path, size, read)
         self._tokenizer = read()
         self._tokenizer.no_padding()
@@ -121,7 +123,8 @@ class LibraryTokenizer(Tokenizer):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
             raise _as_config_error(error, f"data.tokenizer={self.name} cannot encode") from None
-        # Sums of the flags before each character: a difference counts marked characters.
+        # before[i]: number of marked characters among the first i characters. A difference of two
+        # entries counts the marked characters in between.
         marked = np.repeat([int(flag) for _, flag in parts], [len(part) for part, _ in parts])
         before = np.concatenate([[0], np.cumsum(marked)])
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -137,8 +140,8 @@ class LibraryTokenizer(Tokenizer):
 
 
 def _read(kind: Any, content: bytes, path: str) -> Any:
-    """Return the library's tokenizer, after a test on a sample. Raises `ConfigError` for an invalid
-    file, and for a tokenizer that makes a text many times longer."""
+    """Return the library's tokenizer, after a test with a sample text. Raises `ConfigError` for an
+    invalid file, and for a tokenizer that may make a text much longer."""
     try:
         tokenizer = kind.from_str(content.decode("utf-8"))
         growth = (
@@ -163,21 +166,23 @@ def _growth(normalizer: Any) -> int:
         growth *= max(1, len(normalizer.get(key) or ""))
     if charsmap := normalizer.get("precompiled_charsmap"):
         data = base64.b64decode(charsmap)
-        # sentencepiece: the bytes of a trie, the trie, and replacements that end with zeros
+        # Format of sentencepiece: the size of a trie, the trie, and zero-terminated replacement
+        # texts
         trie = int.from_bytes(data[:4], "little")
         growth *= max(map(len, data[4 + trie :].split(b"\0")), default=1) + 1
     return growth
 
 
 def _as_config_error(error: BaseException, what: str) -> BaseException:
-    """Return a `ConfigError` for an error of the library: a bare exception, or a panic of Rust,
-    which is not an `Exception`. Other errors are returned unchanged."""
+    """Return a `ConfigError` for an error of the library: an `Exception`, or a panic of Rust, which
+    is not an `Exception`. Other errors, such as KeyboardInterrupt, are returned unchanged."""
     is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
     return ConfigError(f"{what}: {printable(error, 300)}") if is_of_library else error
 
 
 def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer of ``data.tokenizer``. Raises `ConfigError` if it does not exist."""
+    """Return the tokenizer of ``data.tokenizer``. Raises `ConfigError` for a missing file or an
+    invalid ``end_token``."""
     if name != "bytes":
         return LibraryTokenizer(name, end_token)
     if end_token is not None:

@@ -1,2 +1,2 @@
-"""Computes the summed loss of a micro-batch for the output of any model, `model_loss.ModelLoss`.
-For a custom loss, `rule.find_rule` finds the divisor."""
+"""`model_loss.ModelLoss` computes the summed loss of a micro-batch for any model output.
+`rule.find_rule` finds the divisor of a custom loss."""

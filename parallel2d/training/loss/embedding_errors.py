@@ -1,5 +1,5 @@
-"""Error messages with the name of an embedding that got an id beyond its rows:
-`embedding_errors_named`."""
+"""`embedding_errors_named`: an error message with the name of the embedding, if a token id exceeds
+its rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from parallel2d.base.errors import ConfigError
 @contextlib.contextmanager
 def embedding_errors_named(model: nn.Module) -> Iterator[None]:
     """Context for the steps of ``model``: convert the IndexError of an `nn.Embedding` to a
-    `ConfigError` with the name of the embedding. On a GPU torch ends the process instead, with the
-    line of code."""
+    `ConfigError` with the name of the embedding. It has no effect on a GPU, where an assertion in
+    the kernel ends the process."""
     try:
         yield
     except IndexError as error:

@@ -1,4 +1,4 @@
-"""Losses of models that compute in 16 bits: `LossesInFP32`."""
+"""`LossesInFP32`: fp32 losses for models that compute in 16 bits."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _LOSSES = {
 class LossesInFP32(TorchFunctionMode):
     """Computes losses of 16-bit arguments in fp32, as `torch.autocast` does.
 
-    Autocast would also cast the inputs of `precision.fp32_modules`, which stay in fp32.
+    Autocast itself is not used, because it would also cast the inputs of `precision.fp32_modules`,
+    which must stay in fp32.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Compiled blocks compute no losses.
+        # Compiled blocks contain no losses.
         if not torch.compiler.is_compiling() and function in _LOSSES:
             args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
         return function(*args, **kwargs)

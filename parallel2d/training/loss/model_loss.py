@@ -1,4 +1,4 @@
-"""`ModelLoss`: calls a model with a batch, and converts its output to a summed loss."""
+"""`ModelLoss`: calls a model with a batch, and converts the output to a summed loss."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ModelLoss:
     Call `learn` before the first loss.
 
     Args:
-        config: the job.
-        parts: the parts of the model before parallelization.
+        config: the configuration of the job.
+        parts: the model and its facts, before parallelization.
 
     Raises `ConfigError` for a forward with several parameters for targets, and for settings that
-    have no effect on a model's own loss.
+    have no effect if the model computes its own loss.
     """
 
     def __init__(self, config: TrainConfig, parts: ModelParts) -> None:
@@ -67,7 +67,8 @@ class ModelLoss:
         self._signature = inspect.signature(parts.module.forward)
         parameters = self._signature.parameters
         reads_tokens = not config.data.has_own_samples
-        # Models of these libraries return all logits without their own loss.
+        # Models of these libraries return logits if they get no labels. For token ids, the loss is
+        # then computed here.
         library = type(parts.module).__module__.startswith(("transformers.", "peft."))
         self._targets = None
         if not (reads_tokens and library):
@@ -84,10 +85,10 @@ class ModelLoss:
                     f"train.{key}={value}: {self._kind} takes {self._targets} and computes its own "
                     f"loss, which ignores this key; omit train.{key}"
                 )
-        # Losses are nevertheless computed in fp32.
+        # True for 16-bit computation, in which losses are nevertheless computed in fp32
         self._is_narrow = DTYPES[config.precision.param].itemsize < 4
-        self._rule: LossRule | None = None  # None: the sum of `cross_entropy_sum`
-        self.chunked_head: ChunkedHead | None = None  # computes this sum in chunks if set
+        self._rule: LossRule | None = None  # rule of a custom loss; None: the loss is a sum
+        self.chunked_head: ChunkedHead | None = None  # if set, computes logits and loss in chunks
 
     def _target_name(self, parameters: Container[str]) -> str | None:
         targets = list(filter(parameters.__contains__, TARGET_NAMES))
@@ -97,7 +98,8 @@ class ModelLoss:
         return targets[0] if targets else None
 
     def check(self, sample: SampleShape) -> None:
-        """Raise `ConfigError` if the model's forward does not accept batches of such samples."""
+        """Raise `ConfigError` if the model's forward does not accept batches of samples with this
+        shape."""
         args, named = self.arguments(sample.inputs, sample.targets)
         try:
             self._signature.bind(*args, **named)
@@ -111,7 +113,8 @@ class ModelLoss:
     def arguments(
         self, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the model: inputs of a dict by name, other inputs in order."""
+        """Return the arguments for the model's forward: the inputs of a dict by name, other inputs
+        by position or by the name of a parameter."""
         named = self._named(inputs, targets)
         if isinstance(inputs, Mapping):
             return (), {**named, **inputs}
@@ -119,7 +122,8 @@ class ModelLoss:
         if document_ids is not None:
             values = (*values, document_ids)
         names = self._positions
-        # A parameter with a usual name of inputs receives the inputs at any position.
+        # A single input goes to a parameter with a usual name of inputs, wherever this parameter is
+        # in the signature.
         known = list(filter(names.__contains__, _INPUT_NAMES))
         if len(values) == 1 and known:
             names = known
@@ -129,7 +133,7 @@ class ModelLoss:
         return (), {**dict(zip(names, values, strict=False)), **named}
 
     def _named(self, inputs: Any, targets: Any) -> dict[str, Any]:
-        # If there are as many inputs as parameters, the parameter named like targets is also an
+        # If the inputs fill all parameters, the parameter that is named like targets receives an
         # input.
         is_full = isinstance(inputs, tuple) and len(inputs) == len(self._signature.parameters)
         if self._targets is None or targets is None or is_full:
@@ -137,17 +141,18 @@ class ModelLoss:
         return {self._targets: targets}
 
     def value(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        """Return the loss of a micro-batch as the model computes it, before its divisor is
-        known."""
+        """Return the loss of a micro-batch as the model computes it. No divisor is applied."""
         return self._value(model, inputs, targets)[0]
 
     def _value(
         self, model: nn.Module, inputs: Any, targets: Any, document_ids: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """Return a loss, and True if it is custom. A custom loss is the loss of the model or of
-        ``train.loss``, a sum or a mean. Otherwise the loss is the summed cross-entropy."""
+        """Return a loss, and True if this loss is custom. A custom loss comes from the model or
+        from ``train.loss``, and may be a sum or a mean. Otherwise the loss is the summed
+        cross-entropy of the logits."""
         args, named = self.arguments(inputs, targets, document_ids)
-        # Only a model that takes the targets, or needs none, computes a loss.
+        # A model computes its own loss only if it takes the targets, or if the data have no
+        # targets.
         is_own = self._targets is not None or targets is None
         with LossesInFP32() if self._is_narrow and is_own else nullcontext():
             output = model(*args, **named)
@@ -171,8 +176,9 @@ class ModelLoss:
         return self._function(logits, targets, **options), False
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the summed loss: a mean is multiplied by ``batch.valid_tokens``. Raises
-        `ConfigError` for a loss of a model that does not take the targets."""
+        """Return the summed loss of a batch. If the loss is a mean, it is multiplied by
+        ``batch.valid_tokens``. Raises `ConfigError` if the model returns a loss although it does
+        not take targets."""
         head = self.chunked_head
         if head is not None and model is head.model:
             args, named = self.arguments(batch.inputs, batch.targets, batch.document_ids)
@@ -181,7 +187,8 @@ class ModelLoss:
         else:
             value, is_own = self._value(model, batch.inputs, batch.targets, batch.document_ids)
         if not is_own:
-            # Custom data sets repeat a sample at positions without one; its loss must not count.
+            # At positions without a sample, custom data sets repeat another sample, whose loss must
+            # not count.
             return value if batch.valid_tokens else value * 0
         if self._rule is None:
             raise ConfigError(
@@ -195,9 +202,9 @@ class ModelLoss:
         return wide * batch.valid_tokens
 
     def compare_head(self, model: nn.Module, batch: Batch) -> None:
-        """Run the checks of the first forward, outside of any step. These checks compare the
-        chunked loss with the plain loss, and ``model`` on slices of sequences with ``model`` on
-        full sequences. Collective.
+        """Run the checks that need a forward, before the first step. With a chunked loss, compare
+        it with the loss of the unchunked logits. With a context axis, run the first forward, which
+        compares the model on slices of sequences with the model on full sequences. Collective.
         """
         if self.chunked_head is not None:
             assert batch.targets is not None, "logits have targets"
@@ -208,9 +215,9 @@ class ModelLoss:
                 self._value(model, batch.inputs, batch.targets, batch.document_ids)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return ``batch`` with ignored targets marked as the loss expects them, and with the
-        divisor as its ``valid_tokens``. Raises `ConfigError` for ignored targets that the loss
-        would count."""
+        """Return ``batch`` in the form that the loss expects: ignored targets have the value that
+        the loss ignores, and ``valid_tokens`` is the divisor. Raises `ConfigError` for ignored
+        targets that the loss would count."""
         rule, targets = self._rule, batch.targets
         if rule is None or targets is None or targets.is_floating_point():
             return batch
@@ -222,8 +229,8 @@ class ModelLoss:
                 )
             return dataclasses.replace(batch, valid_tokens=batch.valid_tokens and len(targets))
         if self._aligns and rule.shift:
-            # A model that shifts labels expects, at each position, the token of this position as
-            # label.
+            # A model that shifts labels internally expects the token of each position as its label,
+            # not the next token.
             first = torch.full_like(targets[:, :1], IGNORED)
             targets = torch.cat([first, targets[:, :-1]], dim=1)
         if rule.ignored is not None:
@@ -231,12 +238,13 @@ class ModelLoss:
         if rule.divisor == "none":
             return dataclasses.replace(batch, targets=targets)
         counted = self._counted(batch, targets)
-        # A sample that fills a position without data has weight zero.
+        # A sample at a position without data has weight zero.
         return counted if batch.valid_tokens else dataclasses.replace(counted, valid_tokens=0)
 
     def without_first(self, batch: Batch, share: float) -> Batch:
-        """Return the prepared ``batch`` without this share of its targets, the first targets of
-        each sequence; unchanged if the loss counts all targets."""
+        """Return the prepared ``batch`` with the first targets of each sequence ignored. ``share``:
+        the fraction of ignored targets. If the loss cannot ignore targets, the batch is
+        unchanged."""
         rule, targets = self._rule or LossRule("targets", IGNORED), batch.targets
         if targets is None or rule.divisor == "samples" or rule.ignored is None:
             return batch
@@ -248,7 +256,8 @@ class ModelLoss:
         rule = self._rule or LossRule("targets", IGNORED)
         valid = dataclasses.replace(rule, divisor="targets").count(targets, len(targets))
         if not valid and self._rule is not None and rule.divisor == "targets":
-            # A mean over no targets is NaN: set one valid target, which then has weight zero.
+            # A mean over no targets is NaN. Therefore one target is set to a valid value; its
+            # weight is zero.
             targets = targets.clone()
             targets.view(-1)[-1] = int(rule.ignored == 0)
         return dataclasses.replace(batch, targets=targets, valid_tokens=valid)
@@ -258,19 +267,20 @@ class ModelLoss:
 
         Args:
             model: the parallel model.
-            stream: batches before `prepare`.
+            stream: the samples, before `prepare` is applied to batches.
             device: device of the model.
 
-        Raises `ConfigError` for a loss that depends on the layout, unless the configuration
+        Raises `ConfigError` for a loss that depends on the layout, unless ``train.loss_is``
         declares this. Collective.
         """
         train = self._config.train
         rule = None
-        # Other models return logits: skip the forward, since unsharded logits may not fit.
+        # All other models return logits. For these the forward is skipped, because the logits may
+        # not fit in memory.
         if self._targets or train.loss or stream.shape.targets is None:
             batch = stream.read([at % (len(stream) or SAMPLES) for at in range(SAMPLES)]).to(device)
             if not self._config.data.has_own_samples:
-                # The samples must be as unequal as possible: one sample repeats a single token.
+                # The samples must differ as much as possible, so one sample repeats a single token.
                 batch.inputs[0] = batch.inputs[0, 0].clone()
 
             def run(targets: Tensor | None, rows: slice) -> Tensor | None:
@@ -300,9 +310,8 @@ class ModelLoss:
             )
         if rule is not None:
             log.info("the loss of %s is divided by: %s", train.loss or self._kind, rule)
-        # All ranks compute the same rule, unless rounding errors change a comparison near its
-        # bound. Ranks with different rules would scale their gradients differently. Therefore every
-        # rank takes rank 0's rule.
+        # Rounding errors may change a comparison near its bound, so that ranks could find different
+        # rules and scale their gradients differently. Therefore every rank uses the rule of rank 0.
         self._rule = broadcast(rule)
 
     def _scalar(self, value: Tensor) -> Tensor:
@@ -323,8 +332,9 @@ class ModelLoss:
 
 @contextmanager
 def _other_weights(model: nn.Module) -> Iterator[None]:
-    """Add values of the size of untrained weights to the matrices of ``model`` inside the context,
-    equal on every rank. Memory: two copies of the matrices."""
+    """Inside the context, add values to the matrices of ``model`` that have about the size of
+    untrained weights. The values are a fixed function of the index in the local shard. Needs memory
+    for two copies of the matrices."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.is_floating_point():
@@ -337,8 +347,8 @@ def _other_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _loss_in(output: Any) -> Tensor | None:
-    """Return the loss in a model's output: a scalar, the scalar in a tuple, or the value ``loss``;
-    None for logits only. Raises `ConfigError` for several scalars."""
+    """Return the loss in a model's output: a scalar, the scalar in a tuple, or the entry ``loss``.
+    Return None if the output has no loss. Raises `ConfigError` for several scalars."""
     if isinstance(output, Mapping):
         found: Tensor | None = output.get("loss")
         return found
@@ -359,8 +369,8 @@ def _loss_in(output: Any) -> Tensor | None:
 
 
 def logits_in(output: Any) -> Any:
-    """Return the logits in a model's output: a tensor, the value ``logits``, or the first element
-    of a tuple."""
+    """Return the logits in a model's output: the tensor itself, the entry ``logits``, or the first
+    element of a tuple."""
     if isinstance(output, Mapping):
         return output.get("logits", output)
     if isinstance(output, tuple | list) and not hasattr(output, "logits"):

@@ -1,20 +1,21 @@
-"""Finds the divisor of a custom loss: `find_rule`.
+"""`find_rule`: finds the divisor of a custom loss.
 
-[Note: a mean that a model returns] Training needs the sum over valid targets (see [Note: the mean
-over valid tokens]). A model that computes its own loss returns a mean over the targets that it does
-not ignore (it ignores -1 in nanoGPT, -100 in transformers), possibly without the first target of
-each sequence if it shifts labels internally. This mean is multiplied by its divisor. The divisor is
-found before training with three samples; the first sample has a single valid target. The calls of
-torch's cross-entropy show which target is ignored and how many targets count. Then the loss of all
-three samples must be the sum, or the mean with this divisor, of the loss of the first sample and
-the loss of the other two. A loss with neither property depends on the samples that share a
-micro-batch, and therefore on the layout.
+[Note: a mean that a model returns] Training needs the sum of the losses over valid targets (see
+[Note: the mean over valid tokens]). A model that computes its own loss usually returns a mean. The
+mean is over all targets except ignored targets (-1 in nanoGPT, -100 in transformers). If the model
+shifts labels internally, the first target of each sequence is also excluded. The trainer multiplies
+this mean by its divisor, the number of targets in the mean. The divisor is found before training
+with three samples, the first of which has a single valid target. The model's calls of torch's
+cross-entropy show which target is ignored, and how many targets count. Then three losses are
+computed: of the first sample, of the other two, and of all three samples. The last must be the sum
+of the other two losses, or their mean with the divisors as weights. Otherwise the loss depends on
+which samples share a micro-batch, and therefore on the layout, and is refused.
 
-A term next to the cross-entropy, such as a balancing loss of experts, may be so small that the sum
-hides it. Therefore the losses are computed once more with all cross-entropies replaced by zero, so
-that only this term remains, and are compared relative to the term. With untrained, nearly balanced
-routers the term is nearly the same for any samples. Therefore it is also compared with other
-weights.
+A term in addition to the cross-entropy, such as a load-balancing loss of experts, may be too small
+for this comparison. Therefore the losses are computed again with all cross-entropies replaced by
+zero, so that only this term remains, and the comparison is relative to the term. With untrained,
+nearly balanced routers the term is nearly the same for all samples. Therefore the comparison is
+repeated with other weights.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ _PARTS = (slice(None), slice(1), slice(1, None))
 class LossRule:
     """The divisor of a custom loss."""
 
-    divisor: str  # none (the loss is a sum), targets or samples
-    ignored: int | None = None  # the target that the loss ignores; None: unknown
-    shift: int = 0  # number of targets at the start of a sequence that the loss does not read
+    divisor: str  # "none" (the loss is a sum), "targets" or "samples"
+    ignored: int | None = None  # the value of ignored targets; None: unknown
+    shift: int = 0  # number of excluded targets at the start of each sequence
 
     def count(self, targets: Tensor | None, samples: int) -> int:
-        """Return the divisor for ``targets`` [n, ...] of this number of samples."""
+        """Return the divisor for a micro-batch with ``targets`` [n, ...]. ``samples``: number of
+        samples."""
         if self.divisor == "none":
             return 1
         if self.divisor == "samples" or targets is None:
@@ -60,7 +62,7 @@ class LossRule:
 
 
 class CrossEntropyCalls(TorchFunctionMode):
-    """Records the calls of torch's cross-entropy in its context; with ``omits`` they return
+    """Context that records the calls of torch's cross-entropy. With ``omits`` the calls return
     zeros."""
 
     def __init__(self, omits: bool = False) -> None:
@@ -84,7 +86,7 @@ class CrossEntropyCalls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# (targets, rows) -> the loss of these rows, or None if the model returns logits
+# (targets, rows) -> loss of these rows of the samples; None if the model returns logits
 Run = Callable[[Tensor | None, slice], Tensor | None]
 
 
@@ -97,19 +99,21 @@ def find_rule(
     bound: float,
     other_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> LossRule | None:
-    """Find the divisor; see [Note: a mean that a model returns]. None if the model returns logits.
+    """Find the divisor; see [Note: a mean that a model returns]. Returns None if the model returns
+    logits.
 
     Args:
-        run: computes the loss of some rows.
+        run: computes the loss of some of the samples, selected by rows.
         targets: the targets of `SAMPLES` samples.
-        ignored: the target that the loss is known to ignore; None: unknown.
-        is_declared: the user declared a mean per micro-batch, so the losses of the parts are not
+        ignored: the value of ignored targets, if known; None otherwise.
+        is_declared: True if the user has declared a mean per micro-batch. The losses are then not
             compared.
-        bound: the largest relative error of the computation.
-        other_weights: a context in which the model has other weights.
+        bound: the largest expected relative rounding error.
+        other_weights: returns a context in which the model has other weights.
 
     Raises:
-        ConfigError: the losses of the parts do not combine to the loss of all samples.
+        ConfigError: the loss of all samples is neither the sum nor the weighted mean of the losses
+        of its parts.
     """
     has_classes = targets is not None and not targets.is_floating_point()
     if has_classes:
@@ -119,7 +123,8 @@ def find_rule(
         value = run(targets, slice(None))
     if value is None:
         return None
-    # Models of transformers compute their loss in fp32 for any dtype of the logits.
+    # The loss may be in fp32 although the logits are in 16 bits, so the bound of its dtype must not
+    # lower `bound`.
     bound = max(bound, loss_bound(value.dtype))
     if len(calls.ignored) == 1:
         (ignored,) = calls.ignored
@@ -137,8 +142,8 @@ def find_rule(
 
 
 def _check_terms(run: Run, targets: Tensor | None, rule: LossRule, bound: float) -> bool:
-    """True if the loss has a term in addition to the cross-entropy, or is not a cross-entropy.
-    Raises `ConfigError` if the losses of the parts do not combine to the loss of all samples."""
+    """Check the loss with its cross-entropies replaced by zero. Return True if a term remains: the
+    loss has another term, or is not a cross-entropy. Raises `ConfigError` as `find_rule`."""
     losses = []
     with CrossEntropyCalls(omits=True):
         for rows in _PARTS:
@@ -148,14 +153,14 @@ def _check_terms(run: Run, targets: Tensor | None, rule: LossRule, bound: float)
             if not losses[0]:
                 return False
     difference = abs(_expected(rule, losses, targets) - losses[0])
-    # Other weights may overflow.
+    # With other weights the loss may overflow.
     if math.isfinite(difference) and difference > bound * max(map(abs, losses)):
         raise ConfigError(_refusal(losses, _counts(rule, targets), bound, is_term=True))
     return True
 
 
 def _expected(rule: LossRule, losses: Sequence[float], targets: Tensor | None) -> float:
-    """Return the loss of all samples, computed from the losses of the parts."""
+    """Return the loss of all samples that follows from ``rule`` and the losses of the two parts."""
     if rule.divisor == "none":
         return losses[1] + losses[2]
     whole, first, rest = _counts(rule, targets)
@@ -170,7 +175,7 @@ def _rule_of_parts(
     is_declared: bool,
     bound: float,
 ) -> LossRule:
-    """Return the rule that combines the losses of the parts to the loss of all samples."""
+    """Return the rule by which the losses of the two parts give the loss of all samples."""
     losses, seen = [], []
     for rows in _PARTS:
         with CrossEntropyCalls() as calls:
@@ -184,7 +189,7 @@ def _rule_of_parts(
         return rules[1]
     for rule in rules:
         expected = _expected(rule, losses, targets)
-        # Zeros would satisfy every rule.
+        # A loss of zero would satisfy every rule.
         if losses[0] and abs(expected - losses[0]) <= bound * abs(losses[0]):
             return rule
     raise ConfigError(_refusal(losses, _counts(rules[1], targets), bound))
@@ -194,7 +199,8 @@ def _candidates(
     targets: Tensor | None, ignored: int | None, counts_classes: bool, seen: list[list[int]]
 ) -> list[LossRule]:
     rules = [LossRule("none", ignored)]
-    # A shift must agree with the counts of cross-entropy; a function without calls has no shift.
+    # A shift must agree with the counts of the cross-entropy calls. If the loss has no such calls,
+    # only a shift of 0 is considered.
     for shift in (0, 1) if counts_classes else ():
         rule = LossRule("targets", ignored, shift)
         pairs = zip(_counts(rule, targets), seen, strict=True)

@@ -1,1 +1,1 @@
-"""Measures a run and writes the results. Nothing here changes the behaviour of the loop."""
+"""Measures a run and writes the results. The measurements do not change the results of training."""

@@ -1,23 +1,25 @@
-"""Bytes, calls and seconds of the collectives of each mesh axis: `CommunicationMeter`, which hooks
-the process groups of the axes while it is installed.
+"""`CommunicationMeter` measures the bytes, calls and seconds of the collectives over each mesh
+axis. While it is installed, it has hooks on the process groups of the axes.
 
-[Note: counted collectives] Every all-reduce, all-gather, reduce-scatter and all-to-all through the
-process group of an axis counts, except control traffic (`base.metering`). The bytes are the bytes
-that a rank sends: the payload times the factor of `sent_bytes`.
+[Note: counted collectives] Each all-reduce, all-gather, reduce-scatter and all-to-all in the
+process group of an axis is counted, except control traffic (`base.metering`). The bytes are the
+bytes that a rank sends: the size of the tensors multiplied by the factor of `sent_bytes`.
 
-[Note: seconds of collectives] On CPU the seconds of a collective are the seconds for which the
-calling thread was blocked, and all of them are exposed. On a device they are the time between two
-events around the collective, or around the wait for it, in the stream that waits.
-Torch's hooks see a collective start. The hook then waits for every collective that its caller would
-await next: synchronous collectives, and all collectives of the tensor and context axes, because the
-next operation needs their results. Asynchronous collectives of the other axes are measured where
-`base.metering.wait` awaits them; if they are awaited elsewhere, only bytes and calls are known.
+[Note: seconds of collectives] On CPU, the seconds of a collective are the time for which the
+calling thread was blocked, and all of this time is exposed. On a device, the seconds are measured
+by two events: around the collective, or around the wait for it, in the stream that waits. Torch's
+hooks run when a collective is issued. The hook after the collective waits for it if its caller
+would wait for it next anyway. This is the case for synchronous collectives, and for all collectives
+of the tensor and context axes, because the next operation needs their results. Asynchronous
+collectives of the other axes are measured where `base.metering.wait` awaits them. If they are
+awaited elsewhere, only bytes and calls are measured.
 
-[Note: exposed seconds] On a device, an event before and an event after a wait in the compute stream
-enclose exactly the time for which this stream was idle. Streams and events of the device have no
-hooks, so `StreamWaits` sets methods on single objects: the streams that this model communicates in,
-and the events that they record. A wait then costs two event records and never blocks the host. It
-counts for the axis of the last collective in the awaited stream.
+[Note: exposed seconds] On a device, one event before and one event after a wait in the compute
+stream enclose exactly the time for which this stream was idle. Torch has no hooks for streams and
+events. Therefore `StreamWaits` replaces methods of individual objects: of the streams in which this
+model communicates, and of the events that these streams record. Each wait then records two more
+events, and never blocks the host. The wait is attributed to the axis of the last collective in the
+awaited stream.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ _COLLECTIVES = {
 
 @functools.cache
 def _collective_of(operation: Any) -> str | None:
-    """Return the collective that torch's hooks call ``operation``, or None if it is not counted.
-    Cached, because the name of an operation is slow to read."""
+    """Return the name of the collective ``operation`` of torch's hooks; None if it is not counted.
+    The result is cached, because reading the name of an operation is slow."""
     return _COLLECTIVES.get(operation.name)
 
 
 _AWAITED_AT_ONCE = ("tensor", "context")
 
-Events = tuple[Any, Any]  # before and after, with timing
+Events = tuple[Any, Any]  # events with timing, before and after an operation
 
 
 class StreamWaits:
@@ -78,8 +80,8 @@ class StreamWaits:
         self.exposed = Intervals()  # by axis
 
     def start(self, streams: Iterable[Any] = ()) -> None:
-        """Begin a step with the current stream as the compute stream, and watch ``streams`` too
-        from now on."""
+        """Begin a step. The current stream is the compute stream of this step. From now on, also
+        watch ``streams``."""
         self._compute = self._current()
         self.exposed.forget()
         for stream in streams:
@@ -94,20 +96,22 @@ class StreamWaits:
             del stream.record_event
 
     def around(self, axis: str, call: Callable[[], Any]) -> Events:
-        """Run ``call``, which puts a collective of ``axis``, or a wait for one, into the current
-        stream. Return the events around it; in the compute stream the whole time is exposed."""
+        """Run ``call``, which enqueues a collective of ``axis``, or a wait for one, in the current
+        stream. Return the events before and after it. In the compute stream, all of this time is
+        exposed."""
         before = self.begin()
         call()
         return self.end(axis, before)
 
     def begin(self) -> Any:
-        """Record an event in the current stream, before a collective."""
+        """Record and return an event in the current stream."""
         event = self._timed_event()
         event.record(self._current())
         return event
 
     def end(self, axis: str, before: Any) -> Events:
-        """Record the event after a collective of ``axis`` that began at ``before``."""
+        """Record the event after a collective of ``axis``, and return it together with ``before``,
+        the event before the collective."""
         stream, after = self._current(), self.begin()
         self._axis_of[stream] = axis
         if stream == self._compute:
@@ -126,8 +130,9 @@ class StreamWaits:
         stream = self._current() if stream is None else stream
         if stream != self._compute:
             type(event).wait(event, stream)
-            # One communication stream waits for another: FSDP2's all-reduce stream waits for the
-            # reduce-scatter. A later wait for this stream therefore counts for ``axis``.
+            # One communication stream waits for another: for example, FSDP2's all-reduce stream
+            # waits for the reduce-scatter. A later wait for this stream is therefore attributed to
+            # ``axis``.
             self._axis_of[stream] = axis
             return
         before = self.begin()
@@ -147,8 +152,8 @@ class LoggedCollective(NamedTuple):
 @dataclass(slots=True)
 class _Measured(CollectiveTally):
     seconds: float = 0.0
-    # Torch's number of a running collective -> the region of the trace, and the begin of the
-    # collective in seconds or as an event
+    # Torch's id of a running collective -> (region of the trace, start of the collective as a host
+    # time or an event)
     running: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def reset(self) -> None:
@@ -162,8 +167,9 @@ class CommunicationMeter:
     collectives].
 
     Args:
-        streams: returns the streams that the model communicates in, in addition to the streams of
-            this package, for the exposed seconds on a device.
+        streams: returns the streams in which FSDP2 runs the model's collectives. On a device, the
+            exposed seconds are measured in these streams and in the communication streams of this
+            package.
     """
 
     def __init__(
@@ -185,11 +191,11 @@ class CommunicationMeter:
                 self._groups[group] = axis
         self._is_installed = False
         self._last: tuple[str, str] | None = None  # collective and axis
-        # All collectives in order, if a caller sets a list
+        # List of all collectives in order; None unless a caller has set it
         self.log: list[LoggedCollective] | None = None
 
     def install(self) -> CommunicationMeter:
-        """Hook the process groups until `remove`."""
+        """Register the hooks on the process groups, until `remove`."""
         assert not self._is_installed, "already installed"
         self._is_installed = True
         on_teardown(self.remove)
@@ -200,7 +206,7 @@ class CommunicationMeter:
         return self
 
     def remove(self) -> None:
-        """Unhook the process groups."""
+        """Remove the hooks from the process groups."""
         if not self._is_installed:
             return
         self._is_installed = False
@@ -212,7 +218,8 @@ class CommunicationMeter:
             self._waits.remove()
 
     def start(self) -> None:
-        """Begin a step, and forget earlier collectives (of a validation or a checkpoint)."""
+        """Begin a step, and discard the measurements of earlier collectives, for example in a
+        validation or a checkpoint."""
         for axis in self._axes.values():
             axis.reset()
         self._collectives.forget()
@@ -220,16 +227,16 @@ class CommunicationMeter:
             self._waits.start([*communication_streams(), *self._streams_of_model()])
 
     def read(self) -> list[float]:
-        """Return the sums since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`; zeros
-        for an axis that the mesh lacks. On a device, the seconds cover the collectives that have
-        ended since the last call."""
+        """Return the sums since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`. The
+        values of an axis that the mesh lacks are zero. On a device, the seconds are those of the
+        collectives that have ended since the last call."""
         running_s = self._collectives.read()
         # Seconds for which the compute stream of a device waited
         stalled_s = self._waits.exposed.read() if self._waits else {}
         values: list[float] = []
         for name in AXES:
             axis = self._axes.get(name, _Measured(name, 1))
-            # On CPU no events exist, and the thread was blocked for all of the seconds.
+            # On CPU all seconds are exposed, because the thread was blocked.
             seconds = axis.seconds + running_s.get(name, 0.0)
             exposed = axis.seconds + stalled_s.get(name, 0.0)
             values += [axis.bytes, float(axis.calls), seconds, exposed]
@@ -240,26 +247,28 @@ class CommunicationMeter:
         return self._axes[axis].bytes if axis in self._axes else 0.0
 
     def ring_passes_over(self, axis: str) -> int:
-        """Return the ring passes over ``axis`` since `start`: two per all-reduce, else one."""
+        """Return the ring passes over ``axis`` since `start`: two per all-reduce, one per other
+        collective."""
         return self._axes[axis].ring_passes if axis in self._axes else 0
 
     def position(self) -> tuple[int, str]:
-        """Return the number of collectives begun in this step, and the last collective with its
-        axis as text. Thread-safe."""
+        """Return the number of collectives that have started in this step, and the last collective
+        and its axis as text. Thread-safe."""
         begun = sum(axis.calls for axis in self._axes.values())
         last = self._last
         if not begun or last is None:
             return begun, "the first collective"
-        return begun, "{} over the {} axis, or the agreement after it,".format(*last)
+        return begun, "{} over the {} axis, or the status all-reduce after it,".format(*last)
 
     def _begin(self, axis: _Measured, started: Any) -> None:
-        """Count a collective: torch's hook before it."""
+        """Count a collective. Torch calls this hook before the collective."""
         collective = _collective_of(started.name)
         if collective is None or metering.is_control_traffic():
             return
         inputs, outputs = started.input_tensors, started.output_tensors
         whole = sum([tensor.nbytes for tensor in inputs])
-        # The parts of an all-to-all may differ in size: a rank sends its own inputs.
+        # In an all-to-all, input and output sizes may differ, and only the inputs of this rank are
+        # sent.
         if collective != "all_to_all":
             whole = max(whole, sum([tensor.nbytes for tensor in outputs]))
         sent = axis.add(collective, whole, inputs[0].device.type)
@@ -271,7 +280,7 @@ class CommunicationMeter:
         axis.running[started.op_id] = region, self._now()
 
     def _end(self, axis: _Measured, issued: Any) -> None:
-        """Measure a collective: torch's hook after it was issued."""
+        """Measure a collective. Torch calls this hook after the collective was issued."""
         if issued.op_id not in axis.running:
             return
         region, begin = axis.running.pop(issued.op_id)
@@ -285,8 +294,8 @@ class CommunicationMeter:
         region.__exit__(None, None, None)
 
     def _time_wait(self, axis: _Measured, wait: Callable[[], object]) -> None:
-        """Run ``wait`` for an asynchronous collective of ``axis``; on a device only the stream
-        waits."""
+        """Run ``wait``, the wait for an asynchronous collective of ``axis``, and measure it. On a
+        device only the stream waits."""
         if self._waits:
             self._collectives.add(axis.axis, *self._waits.around(axis.axis, wait))
             return

@@ -1,4 +1,4 @@
-"""The console output of rank 0, in 80 columns, live or as plain lines (`ConsoleDisplay`)."""
+"""`ConsoleDisplay`: the console output of rank 0 in 80 columns, as a live display or as lines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from parallel2d.training.metrics import keys
 
 WIDTH = 80
 _REDRAWN_EVERY_S = 0.1  # minimum interval of the live display
-_LINE_EVERY_S = 5.0  # interval of plain lines
+_LINE_EVERY_S = 5.0  # interval of lines with mode ``plain``
 
 
 class ConsoleDisplay:
     """Shows the progress of a run.
 
     Args:
-        mode: ``rich`` (a live bar with the newest row; the same as plain if stderr is not a
-            terminal), ``plain`` (a row every few seconds) or ``silent``.
+        mode: ``rich`` (a live progress bar with the newest row), ``plain`` (a line every few
+            seconds) or ``silent``. If stderr is not a terminal, ``rich`` acts as ``plain``.
         steps: number of steps of the run.
-        unit: abbreviation of the counted unit.
-        label: prefix of every line if several jobs print to one terminal; disables the bar.
+        unit: abbreviation of the unit of throughput, such as ``tok``.
+        label: prefix of every line, for several jobs that print to one terminal. A label disables
+            the progress bar.
     """
 
     def __init__(self, mode: str, steps: int, unit: str = "tok", label: str = "") -> None:
@@ -47,7 +48,7 @@ class ConsoleDisplay:
         if step:
             self.log(f"resumed after step {step}")
         if self._is_live:
-            # Automatic refresh would need a thread, which would take time from the loop.
+            # Automatic refresh would run in a thread, which would slow down the loop.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
             self._live.start()
             self._live.update(self._view(step, [], ""), refresh=True)
@@ -55,13 +56,14 @@ class ConsoleDisplay:
     def step(
         self, row: dict[str, Any], eta_s: float | None, checkpoint_age_s: float | None = None
     ) -> None:
-        """Show a row, with the estimated time to the end and the age of the last checkpoint."""
+        """Show a row if its output is due, with the estimated time to the end and the age of the
+        last checkpoint."""
         now, step = time.monotonic(), row[keys.STEP]
         since_last_s = now - self._last_shown
         is_due = step in (1, self._steps) or since_last_s > _LINE_EVERY_S
         if self._is_live:
             is_due |= since_last_s > _REDRAWN_EVERY_S
-        else:  # Plain lines are permanent, so every validation gets a line.
+        else:  # Printed lines stay visible, so each validation gets a line.
             is_due |= keys.VALIDATION_LOSS in row or bool(keys.set_losses(row))
         if self._is_silent or not is_due:
             return
@@ -118,8 +120,8 @@ def describe(row: dict[str, Any], checkpoint_age_s: float | None, unit: str = "t
     return parts
 
 
-# For each entry, the first key with a value other than 0 is shown in its format. If the peak of the
-# device is known, the fraction of the peak says more than FLOP/s.
+# From each entry, only the first key with a nonzero value is shown, in its format. MFU comes before
+# TFLOP/s: if the device's peak is known, MFU is more informative.
 _ALTERNATIVES: tuple[dict[str, Callable[[float], str]], ...] = (
     {keys.MFU: "MFU {:.0%}".format, keys.MODEL_TFLOPS_PER_RANK: "{:.3g} TFLOP/s".format},
     {keys.BYTES_BETWEEN_HOSTS: lambda value: f"net {_count(value)}B/step"},
@@ -128,7 +130,8 @@ _ALTERNATIVES: tuple[dict[str, Callable[[float], str]], ...] = (
 
 
 def wrap(parts: list[str]) -> list[str]:
-    """Join ``parts`` to lines of at most ``WIDTH`` columns; lines after the first are indented."""
+    """Join ``parts`` into lines of at most ``WIDTH`` columns. Lines after the first are
+    indented."""
     # Break lines only between parts: non-breaking spaces keep each part together.
     whole = []
     for part in parts:

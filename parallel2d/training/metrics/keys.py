@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from parallel2d.base.config import AXES
 
-# Norm of the last change that replicas shared, with sync=diloco; and how many times fewer bytes
-# crossed the replicate axis since the process began than exact fp32 gradients would have needed
+# OUTER_NORM: norm of the weight change in the last outer step, with sync=diloco. COMPRESSION: bytes
+# of exact fp32 gradients, divided by the bytes sent over the replicate axis since the process began
 OUTER_NORM = "sync/outer_norm"
 COMPRESSION = "sync/compression"
 
-# Progress and quality of training. A segment is a start of the run: see `segments.jsonl`.
+# Progress and quality of training. SEGMENT: number of the start in `segments.jsonl`
 STEP = "step"
 SEGMENT = "segment"
 LOSS = "loss"
@@ -23,7 +23,7 @@ LEARNING_RATE = "learning_rate"
 TOKENS = "tokens"
 SAMPLES = "samples"
 BATCH_HASH = "data/batch_hash"
-PADDING, IMBALANCE = "data/padding", "data/imbalance"  # of fitted documents
+PADDING, IMBALANCE = "data/padding", "data/imbalance"  # only with data.packing=fitted
 SKIPPED_STEPS = "skipped_steps"
 set_loss_key = "validation/{}/loss".format  # for a named data set of ``data.validation``
 _SET_LOSS = re.compile(set_loss_key("(.+)"))
@@ -46,14 +46,14 @@ def set_losses(row: Mapping[str, float]) -> dict[str, float]:
     return losses
 
 
-# Seconds of a step: the mean over the steps since the previous row. The first step of a process has
-# a separate key and is not part of any mean.
+# Seconds of a step, averaged over the steps since the previous row. The first step of a process has
+# a separate key and is not part of an average.
 PHASES = ("forward_backward", "data", "sync", "optimizer")  # as `Trainer.step` marks them
 STEP_S = "time/step_s"
 FIRST_STEP_S = "time/first_step_s"
 time_key = "time/{}".format  # for the name of a duration, such as ``data_s``
 
-# Traffic of a rank over each mesh axis in a step: the mean over ranks and steps
+# Traffic per rank and step over each mesh axis, averaged over ranks and steps
 QUANTITIES = ("bytes", "calls", "seconds", "exposed_seconds")
 BYTES_BETWEEN_HOSTS = "comm/between_hosts/bytes"
 communication_key = "comm/{}/{}".format  # for an axis and one of ``QUANTITIES``
@@ -62,13 +62,14 @@ COMMUNICATION_KEYS = tuple(
 )
 COMMUNICATION_SECONDS = tuple(communication_key(axis, "seconds") for axis in AXES)
 
-# Tokens are the targets of a global batch, or images; FLOPs are the model's, without recomputation
+# Tokens are the input tokens of the global batch, or its samples if the data are not text. FLOPs
+# are those of the model without recomputation
 TOKENS_PER_S = "throughput/tokens_per_s"
 TOKENS_PER_S_PER_RANK = "throughput/tokens_per_s_per_rank"
 MODEL_TFLOPS_PER_RANK = "throughput/model_tflops_per_rank"
 MFU = "throughput/mfu"
 
-# Memory of the peak-memory rank: of its process, then of its device
+# Largest memory of any rank. RSS: of the process; the other keys: of the device
 PEAK_RSS_GIB = "memory/peak_rss_gib"
 RSS_GIB = "memory/rss_gib"
 PEAK_GIB = "memory/peak_gib"
@@ -77,13 +78,16 @@ RESERVED_GIB = "memory/reserved_gib"
 FRAGMENTATION = "memory/fragmentation"
 ALLOCATION_RETRIES = "memory/allocation_retries"
 
-# The rank with the longest busy time in the previous step, and this time over the mean of all ranks
+# The rank with the longest busy time in the previous step, and the ratio of this time to the mean
+# of all ranks
 SLOWEST_RANK = "rank/slowest"
 SKEW = "rank/skew"
 BUSY_S = "rank/busy_s"  # of every rank: a histogram in TensorBoard, not part of a row
 
-# Live replicas; and totals since all replicas last started together: replicas that rejoined,
-# samples that were computed again, seconds from the last committed step before a failure on
+# REPLICAS: live replicas. The others are totals since all replicas last started together.
+# REPLICAS_JOINED: replicas that joined. REPEATED_SAMPLES: samples that were computed again.
+# REPLICAS_LOST_S: seconds lost to failures and joins. LEFT_OUT_STEPS: steps of failed replicas that
+# never reached the other replicas
 REPLICAS = "replicas/present"
 REPLICAS_JOINED = "replicas/joined"
 REPEATED_SAMPLES = "replicas/repeated_samples"

@@ -1,13 +1,14 @@
-"""The heartbeats of ranks, and the late ranks that all other ranks wait for when a collective times
-out: `HeartbeatMonitor`.
+"""Heartbeats of ranks: `HeartbeatMonitor`. If a collective times out, it names the late ranks, for
+which the other ranks wait.
 
-A thread of each rank writes its position into the rendezvous store once a second: the heartbeat.
-After a timeout, `HeartbeatMonitor.explain` names the late ranks. Earlier, each stuck rank writes
-the stacks of its threads and torch's flight recorder into ``stacks/`` of the run directory.
+Once a second, a thread of each rank writes a heartbeat with the rank's position to the rendezvous
+store. After a timeout, `HeartbeatMonitor.explain` names the late ranks. Shortly before the timeout,
+each rank without progress writes the stacks of its threads and torch's flight recorder to
+``stacks/`` in the run directory.
 
-[Note: late ranks] If a rank's heartbeat does not advance, the rank is stopped or its machine is
-gone. Among ranks with advancing heartbeats, the ranks with the smallest (step, number of begun
-collectives) are late: the other ranks wait for them.
+[Note: late ranks] A rank is late if its heartbeat does not advance: its process is stopped, or its
+machine has failed. If the heartbeats of all ranks advance, the late ranks are those with the
+smallest (step, number of started collectives).
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from parallel2d.base.files import regular
 from parallel2d.base.store.address import answered_within
 
 INTERVAL = 1.0  # seconds between heartbeats
-_KEY = "parallel2d/heartbeat/{}"  # of a rank, in the store
-_PATIENCE_WITH_STORE_S = 10.0  # four times the comparison of two heartbeats
-# Suffix of the file -> function that returns torch's flight recorder as JSON. A build without CUDA
-# lacks NCCL.
+_KEY = "parallel2d/heartbeat/{}"  # key of a rank's heartbeat in the store
+_PATIENCE_WITH_STORE_S = 10.0  # four times the duration of `_explain`
+# Suffix of the file -> function in torch that returns the flight recorder as JSON. A build without
+# CUDA has no function for NCCL.
 _RECORDERS = {"collectives": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a rank. ``doing``: its last collective with its axis, as text."""
+    """The progress of a rank. ``collectives``: number of collectives in this step; ``doing``: the
+    last collective and its axis, as text."""
 
     step: int
     collectives: int
@@ -52,10 +54,13 @@ class HeartbeatMonitor:
     rank: int
     hosts: Sequence[str]  # by rank
     run_dir: str
-    timeout_s: float  # of collectives; stacks are written after 80 % of this time without progress
-    position: Callable[[], Position]  # returns the position of this rank; called from a thread
-    # Passes the text of `explain` to the launcher while this rank is stuck, and None once the rank
-    # moves again: a timeout of NCCL ends the process without an exception.
+    # Timeout of collectives; stacks are written after 80 % of this time without progress
+    timeout_s: float
+    # Returns the position of this rank; called in the monitor's thread
+    position: Callable[[], Position]
+    # Passes the text of `explain` to the launcher if this rank makes no progress, and None when it
+    # makes progress again. The launcher needs the text in advance, because a timeout of NCCL ends
+    # the process without an exception.
     note: Callable[[str | None], object] = lambda text: None
 
     def __post_init__(self) -> None:
@@ -63,7 +68,7 @@ class HeartbeatMonitor:
         self._thread = threading.Thread(target=self._send_heartbeats, name="watch", daemon=True)
 
     def limit(self, timeout_s: float) -> None:
-        """Set another timeout of collectives from now on."""
+        """Set the timeout of collectives from now on."""
         self.timeout_s = timeout_s
 
     def __enter__(self) -> HeartbeatMonitor:
@@ -75,9 +80,8 @@ class HeartbeatMonitor:
         self._thread.join(timeout=5)
 
     def explain(self) -> str:
-        """Name the late ranks in one sentence, after comparing the heartbeats of all ranks for a
-        few
-        seconds."""
+        """Return a sentence that names the late ranks. The call takes a few seconds, because it
+        compares two heartbeats of every rank."""
         host = self.hosts[0].split("/")[0]
         silent = (
             f"late: rank 0 on {host}, whose store does not answer (stopped, or the machine is gone)"
@@ -93,10 +97,10 @@ class HeartbeatMonitor:
         return describe_late(before, self._read(), self.hosts, self.rank)
 
     def _read(self) -> list[Any]:
-        """Return the newest heartbeat of every rank, None for a rank without heartbeats."""
+        """Return the newest heartbeat of every rank; None for a rank without a heartbeat."""
         heartbeats: list[Any] = [None] * len(self.hosts)
         for rank in range(len(self.hosts)):
-            # Getting a missing key would wait for it.
+            # `get` would wait for a missing key.
             if self.store.check([_KEY.format(rank)]):
                 heartbeats[rank] = json.loads(self.store.get(_KEY.format(rank)))
         return heartbeats
@@ -116,7 +120,8 @@ class HeartbeatMonitor:
             # In step 0 the model is still being built, and no collectives are counted.
             if now.step and stuck_s > 0.8 * self.timeout_s and not dumped:
                 dumped = True
-                # A full disk must not end the heartbeat: this rank would seem to be stopped.
+                # A full disk must not end the heartbeats, because this rank would seem to be
+                # stopped.
                 with contextlib.suppress(OSError):
                     self._dump(now)
                 # A separate thread, because `explain` waits, and the heartbeat must continue.
@@ -125,7 +130,7 @@ class HeartbeatMonitor:
             heartbeat = [number, now.step, now.collectives, now.doing]
             try:
                 self.store.set(_KEY.format(self.rank), json.dumps(heartbeat))
-            except Exception:  # the store is gone, and the loop notices it as well
+            except Exception:  # the store has failed, and the loop detects this too
                 return
             self._end.wait(INTERVAL)
 
@@ -149,7 +154,7 @@ class HeartbeatMonitor:
 def describe_late(
     before: Sequence[Any], after: Sequence[Any], hosts: Sequence[str], me: int
 ) -> str:
-    """Return the sentence of `HeartbeatMonitor.explain`; see [Note: late ranks].
+    """Return a sentence that names the late ranks; see [Note: late ranks].
 
     Args:
         before, after: heartbeats [number, step, collectives, doing] by rank, some seconds apart;
@@ -159,7 +164,7 @@ def describe_late(
     """
     late = {}
     for rank, (earlier, later) in enumerate(zip(before, after, strict=True)):
-        # A rank with its first heartbeat between the two reads has not timed out.
+        # A rank that sent its first heartbeat between the two reads is not late.
         if later is None or (earlier and earlier[0] == later[0]):
             late[rank] = hosts[rank]
     how = "which timed out (stopped, or the machine is gone)"
@@ -172,11 +177,11 @@ def describe_late(
         for rank, at in enumerate(positions):
             if at == min(positions):
                 late[rank] = hosts[rank]
-        how = f"alive but behind, at step {step} after {collectives} collectives of it"
+        how = f"alive but behind, at step {step} after {collectives} collectives in this step"
     named = ", ".join(f"rank {rank} on {host.split('/')[0]}" for rank, host in late.items())
     sentence = f"late: {named}, {how}"
     if len(late) == len(hosts):
-        sentence = "no rank is behind: the network between them is the suspect"
+        sentence = "no rank is behind: the network between the ranks may have failed"
     if after[me] is None:
         return sentence
     _, step, _, doing = after[me]

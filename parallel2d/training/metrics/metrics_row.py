@@ -1,8 +1,8 @@
-"""``metrics.jsonl``: `read_rows` reads its rows, `set_aside_after` removes rows of steps that a
-restart repeats.
+"""Rows of ``metrics.jsonl``. `read_rows` reads them; `set_aside_after` removes the rows of steps
+that a restart repeats.
 
-The file may have any origin. No line is read beyond `LONGEST_ROW`, and a file that would take
-minutes is refused.
+The file is treated as untrusted. At most `LONGEST_ROW` bytes of a line are read at a time, and
+files that would take minutes to read are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Row = dict[str, Any]
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Parse a row; None for an incomplete line, as a kill may leave it, and for any other text."""
+    """Parse a row. Return None for a line that is not a row, such as the incomplete line of a
+    killed process."""
     row: Any = None
     if line.endswith(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -38,7 +39,8 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def read_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of ``metrics.jsonl``, long lines in pieces. Raises OSError as `read_rows`."""
+    """Yield the lines of ``metrics.jsonl``. A long line is yielded in pieces. Raises OSError as
+    `read_rows`."""
     _check_size(file)
     for number, line in enumerate(iter(lambda: file.readline(LONGEST_ROW), b"")):
         if number >= _MOST_LINES:
@@ -47,8 +49,8 @@ def read_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_rows(file: BinaryIO) -> Iterator[Row]:
-    """Yield the rows of ``metrics.jsonl``, without lines that are not rows. Raises OSError for more
-    bytes or lines than any run writes, and for more invalid lines than kills can leave."""
+    """Yield the rows of ``metrics.jsonl``, and skip invalid lines. Raises OSError if the file has
+    more bytes, lines or invalid lines than a run can produce."""
     broken = 0
     for line in read_lines(file):
         row = parse_row(line)
@@ -78,28 +80,28 @@ def seconds_in(row: Row, key: str) -> float:
 
 
 def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
-    """Keep rows up to ``from_step``, and move later rows, which a restart has undone, to a file
-    next to ``metrics.jsonl``. Raises OSError as `read_rows`.
+    """Keep the rows up to ``from_step``, and move later rows to a separate file in the same folder,
+    because the run repeats their steps. Raises OSError as `read_rows`.
 
-    Reads and writes only the later rows, from the end of the file, so that the duration of a
-    restart does not depend on the length of the run. Returns the last row of the file before the
-    move and the last row that stays.
+    The function reads backwards from the end of the file to the first row that stays, so that its
+    duration does not depend on the length of the run. Returns the last row of the file before the
+    move, and the last row that stays.
     """
     if not os.path.exists(path) or not os.path.getsize(path):  # an empty file cannot be mapped
         return None, None
     last = standing = None
     with open(path, "r+b", opener=regular) as file:
         _check_size(file)
-        cut = os.fstat(file.fileno()).st_size  # where the rows to be moved begin
+        cut = os.fstat(file.fileno()).st_size  # start of the rows to be moved
         broken = 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             while cut:
-                # A longer line is skipped in pieces, which are not rows.
+                # A line longer than `LONGEST_ROW` is read in pieces, none of which is a row.
                 lowest = max(cut - LONGEST_ROW, 0)
                 begin = max(data.rfind(b"\n", lowest, cut - 1) + 1, lowest)
                 row = parse_row(data[begin:cut])
                 last = last or row
-                # Steps only grow, so all rows before this row stay too.
+                # Steps only increase, so all earlier rows stay too.
                 if row is not None and row[STEP] <= from_step:
                     standing = row
                     break
@@ -109,9 +111,9 @@ def set_aside_after(path: str, from_step: int) -> tuple[Row | None, Row | None]:
         if cut < os.fstat(file.fileno()).st_size:
             base = path.removesuffix(".jsonl")
             unused = (f"{base}.before-restart-{number}.jsonl" for number in count(1))
-            # The copy is written before the rows are cut off: after a kill between the two, the
-            # rows are in both files and the next start moves them again. In the other order they
-            # would be lost.
+            # The copy is written before the rows are cut off. If the process is killed in between,
+            # the rows are in both files, and the next start moves them again. In the reverse order
+            # the rows would be lost.
             with open(next(filterfalse(os.path.lexists, unused)), "xb") as aside:
                 file.seek(cut)
                 shutil.copyfileobj(file, aside)

@@ -1,5 +1,5 @@
-"""Names the rank that ran out of memory, and the remedies (`out_of_memory_named`). Torch's own
-message contains the requested size and, on GPU, the memory in use; this module adds to it."""
+"""`out_of_memory_named` adds the rank, the host and the remedies to an out-of-memory error. Torch's
+message already contains the requested size and, on GPU, the memory in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HISTORY = 200_000  # allocations and frees with recorded stacks
 def out_of_memory_named(
     rank: int, host: str, run_dir: str, device: torch.device, *, history: bool = False
 ) -> Iterator[None]:
-    """Add a note to out-of-memory errors; a context for all code of a rank that allocates.
+    """Context for the code of one rank: add a note to each out-of-memory error.
 
     On GPU, torch's snapshot of the allocator is written to ``memory/`` of the run directory.
 
@@ -39,7 +39,7 @@ def out_of_memory_named(
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # For CPU memory torch raises a plain RuntimeError.
+        # For CPU memory, torch raises a RuntimeError and no OutOfMemoryError.
         of_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
             error.add_note(_describe(error, rank, host.split("/")[0], snapshots))
@@ -47,8 +47,8 @@ def out_of_memory_named(
 
 
 def save_snapshot(path: str) -> list[str]:
-    """Write a snapshot and return its path in a list. A failure to write must not hide the
-    out-of-memory error, so it is only logged."""
+    """Write a snapshot and return its path in a list. If the write fails, only log a warning and
+    return an empty list, because the out-of-memory error must not be hidden."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         torch.cuda.memory._dump_snapshot(path)
@@ -60,7 +60,7 @@ def save_snapshot(path: str) -> list[str]:
 
 def _describe(error: BaseException, rank: int, host: str, snapshots: list[str]) -> str:
     parts = [f"rank {rank} on {host} ran out of memory"]
-    if not isinstance(error, torch.OutOfMemoryError):  # of the host, not of a device
+    if not isinstance(error, torch.OutOfMemoryError):  # host memory, not device memory
         held = psutil.Process().memory_info().rss / _GIB
         memory = psutil.virtual_memory()
         free, total = memory.available / _GIB, memory.total / _GIB

@@ -1,5 +1,5 @@
-"""The phases of a step: `PhaseClock` measures their durations with `Intervals`, and `StepProfiler`
-writes traces with their names for chosen steps and ranks, for chrome://tracing and Perfetto."""
+"""Phases of a step. `PhaseClock` measures their durations. `StepProfiler` writes traces of chosen
+steps and ranks for chrome://tracing and Perfetto, in which the phases are named regions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from parallel2d.base.device import timed_event
 
 log = logging.getLogger(__name__)
 
-# Names in a trace, in the order of the loop; `metrics.keys` has the names in rows
+# Names of the phases in a trace, in the order of the loop. The names in rows are in `metrics.keys`
 _TRACE_NAMES = ("forward_backward", "data", "agree", "update")
 _HISTORY = 200_000  # allocations and frees in a memory snapshot
 _active = False  # True while a step of this process is traced
 
 
 def named(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a region of the trace with this name; one comparison while no step is traced."""
+    """Return a context for a region of the trace with this name. While no step is traced, the
+    context does nothing."""
     return torch.profiler.record_function(name) if _active else contextlib.nullcontext()
 
 
 class Intervals:
-    """Durations by name. A begin or end is a host time, or a device event with timing. Reading
-    never waits: an interval that has not ended on the device is returned by a later read, once."""
+    """Durations by name. The begin and end of an interval are host times, or device events with
+    timing. Reading never waits for the device: an interval that has not ended yet is counted by a
+    later `read`."""
 
     def __init__(self) -> None:
         self._new: list[tuple[str, Any, Any]] = []
@@ -45,7 +47,7 @@ class Intervals:
         self._new.clear()
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of all intervals that have ended since the last call."""
+        """Return the seconds by name of all intervals that have ended since the last call."""
         seconds: dict[str, float] = defaultdict(float)
         intervals, self._new, self._outstanding = [*self._outstanding, *self._new], [], []
         for name, begin, end in intervals:
@@ -59,8 +61,8 @@ class Intervals:
 
 
 class PhaseClock:
-    """Marks the ends of consecutive phases of a step, and returns their durations. On GPU the marks
-    are events in the stream, so that measuring never waits for the device."""
+    """Marks the ends of consecutive phases of a step, and returns their durations. On GPU each mark
+    is an event in the current stream, so that measuring never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,20 +78,21 @@ class PhaseClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """End ``phase``, which began at the previous mark. Parts with the same name add up."""
+        """End ``phase``, which began at the previous mark. Durations of phases with the same name
+        are added."""
         now = self._now()
         if self._last is not None:
             self._phases.add(phase, self._last, now)
         self._region.close()
-        # The last mark ends the last phase, and begins no other phase.
+        # The last mark of a step only ends a phase.
         if self._marks < len(_TRACE_NAMES):
             self._region.enter_context(named(_TRACE_NAMES[self._marks]))
         self._last = now
         self._marks += 1
 
     def read(self) -> dict[str, float]:
-        """Return the seconds per phase of the step. On GPU, the phase after the host's last wait
-        belongs to the previous step."""
+        """Return the seconds per phase. On GPU, a phase that has not ended at this call is counted
+        in the next step."""
         return self._phases.read()
 
     def _now(self) -> float | torch.Event:
@@ -129,7 +132,7 @@ class StepProfiler:
     def start_step(self, step: int) -> None:
         """Begin the trace if ``step`` belongs to it. Call it before every step."""
         global _active
-        # A run that resumes from a checkpoint may begin in the middle of the traced steps.
+        # A resumed run may begin in the middle of the traced steps.
         if step not in self._steps or self._profiler is not None:
             return
         activities = {torch.profiler.ProfilerActivity.CPU}

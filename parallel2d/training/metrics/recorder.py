@@ -1,5 +1,5 @@
-"""Measures every step on every rank and, on rank 0, writes a row of averages every few steps:
-`Recorder`, with totals of the run (`Goodput`) and warnings (`Deviation`, `Stragglers`)."""
+"""`Recorder` measures every step on every rank. On rank 0 it writes a row of averages every few
+steps, with totals of the run (`Goodput`), and logs warnings (`Deviation`, `Stragglers`)."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ from parallel2d.training.progress import Progress, RankReport, RankReports, Step
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
-TOLERANCE = 0.05  # relative deviation of an axis's bytes from the prediction that is reported
-# Steps for the median of a rank's ratio, so that single pauses do not count
+# Relative deviation of an axis's bytes from the prediction above which a warning is logged
+TOLERANCE = 0.05
+# Number of steps for the median of a rank's ratio, so that single pauses do not matter
 WINDOW = 12
 SLOW = 1.5  # multiple of the other ranks' busy time
 
 
 @dataclass(kw_only=True, eq=False)
 class Recorder:
-    """Records the measurements of a run. Every rank calls it after every step; only rank 0 has a
-    ``writer`` and a ``display``. ``meter`` is installed while the recorder is open."""
+    """Records the measurements of a run. Every rank calls `record` after every step; only rank 0
+    has a ``writer`` and a ``display``. ``meter`` is installed from `begin` until `close`."""
 
     log_every: int
     steps: int
     ranks: int  # world size
-    tokens_per_step: int  # input tokens or images of a global batch; tensor ranks counted once
-    flops_per_step: float | None  # of the model for a global batch; None: unknown
-    peak_flops: float | None  # of one device; None: unknown
+    tokens_per_step: int  # input tokens or samples of a global batch
+    flops_per_step: float | None  # FLOPs of the model for a global batch; None: unknown
+    peak_flops: float | None  # peak FLOP/s of one device; None: unknown
     writer: MetricsWriter | None
     display: ConsoleDisplay | None
     device: torch.device = torch.device("cpu")
     hosts: Sequence[str] = ()  # by rank
     meter: CommunicationMeter | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)  # predicted bytes by key
-    warmup: float = 0.0  # number of first steps with other traffic than predicted
-    slow_axes: Sequence[str] = ()  # axes with groups that cross hosts
+    warmup: float = 0.0  # number of first steps whose traffic differs from the prediction
+    slow_axes: Sequence[str] = ()  # axes with process groups that span several hosts
     # Bytes per step of exact fp32 gradients over the replicate axis; 0: no gradient crosses it
     exact_bytes: float = 0.0
     profiler: StepProfiler | None = None
@@ -68,26 +69,27 @@ class Recorder:
         # Bytes over the replicate axis, and the number of steps with this traffic
         self._crossed_bytes, self._crossed_steps = 0.0, 0
         self._outer: dict[str, float] = {}  # the newest norm of an outer step
-        self._was_short = False  # True if replicas have failed since the last row
+        self._was_short = False  # True if replicas were missing since the last row
         self._segment, self._step, self._first = 1, 0, True
         self._saved_at: float | None = None  # time of the last checkpoint
-        self._given: dict[str, float] = {}  # metrics of hooks since the last row
+        self._given: dict[str, float] = {}  # metrics of hooks and data since the last row
         self._emitted: tuple[dict[str, Any], Sequence[float]] | None = None  # the last row
-        self._stands = 0  # step of the last row in the file that another rank wrote
+        self._stands = 0  # step of the last row in the file; earlier rows are not written again
         # Sums over the steps since the last row
         self._sums: dict[str, float] = defaultdict(float)
         self._counted, self._rank_s = 0, 0.0
-        # Sums over all steps except the first, for the estimate of the remaining time
+        # Sums over all steps of this process except the first, for the estimate of the remaining
+        # time
         self._steady_s, self._steady_steps = 0.0, 0
 
     def begin(
         self, step: int, segment: int = 1, *, restarted: bool = False, not_before: float = 0.0
     ) -> None:
-        """Open writer and display after ``step`` finished steps (0 unless the run is restored).
+        """Open the writer and the display after ``step`` finished steps.
 
         Args:
-            segment: number of this start of the run, from 1.
-            restarted: these workers replace earlier workers.
+            segment: number of this start, counted from 1.
+            restarted: True if these workers replace earlier workers.
             not_before: as in `Goodput.resume`.
         """
         self._segment = segment
@@ -102,8 +104,8 @@ class Recorder:
             self._warn_of_loss(found[0], restarted)
 
     def _warn_of_loss(self, last: Mapping[str, Any] | None, restarted: bool) -> None:
-        """Warn that the steps of an earlier start are lost. ``last``: its last row; None if
-        unknown."""
+        """Warn that the steps of an earlier start are lost. ``last``: the last row of that start;
+        None if unknown."""
         if last is None and not restarted:
             return
         lost = f"{last[keys.STEP]} steps are lost" if last else "nothing is known of its steps"
@@ -115,7 +117,7 @@ class Recorder:
     def take_over(
         self, display: ConsoleDisplay, writer: MetricsWriter, step: int, segment: int
     ) -> None:
-        """Become the writing rank after ``step``, in place of the previous writer."""
+        """Make this rank the writing rank after ``step``, in place of the failed rank."""
         self.display, self.writer, self._segment = display, writer, segment
         last, standing = writer.begin(step)
         self._goodput.resume(step, last, standing, restarted=False)
@@ -125,7 +127,8 @@ class Recorder:
         log.info("rank %d writes from step %d on", dist.get_rank(), step + 1)
 
     def go_back(self, step: int) -> None:
-        """Return to ``step`` after a failure; rows that are already written stay."""
+        """Continue from ``step`` after a rollback. Rows that are already written stay in the
+        file."""
         row, _ = self._emitted or ({keys.STEP: 0}, ())
         self._stands = max(self._stands, row[keys.STEP])
         self._goodput.resume(step, row, None)
@@ -147,12 +150,14 @@ class Recorder:
         return Position(self._step, 0, doing)
 
     def measure(self, seconds: Mapping[str, float], busy_cpu_s: float) -> RankReport:
-        """End the measurement of a step that took ``seconds``; empty before the first step. The
-        other ranks receive the report in the next step's status all-reduce.
+        """End the measurement of a step, and return the report of this rank. ``seconds``: durations
+        by phase; empty before the first step. The other ranks receive the report in the next step's
+        status all-reduce.
 
-        The busy time is the time of the step without its collectives and its status. On GPU,
-        collectives overlap with computation, and if a host has more ranks than cores, every rank
-        waits for a core; in these cases the busy time is ``busy_cpu_s``, the used CPU seconds.
+        The busy time is the time of the step without its collectives and its status all-reduce. On
+        GPU, collectives overlap with computation; if a host has more ranks than cores, ranks wait
+        for cores. In both cases the busy time is ``busy_cpu_s``, the CPU seconds that the process
+        has used.
         """
         if self.profiler and "step_s" in seconds:
             self.profiler.end_step(self._step)
@@ -163,7 +168,7 @@ class Recorder:
         ranks_here, cores = self.hosts.count(self.hosts[rank]), len(os.sched_getaffinity(0))
         if self.device.type == "cpu" and "step_s" in seconds and ranks_here <= cores:
             held_up_s = sum(map(moved.__getitem__, keys.COMMUNICATION_SECONDS))
-            # Not zero, because zero stands for a rank without measurements.
+            # Above zero, because zero means that a rank has no measurements.
             busy_s = max(1e-9, seconds["step_s"] - seconds.get("sync_s", 0.0) - held_up_s)
         return RankReport(busy_s, _memory(self.device), moved)
 
@@ -179,14 +184,14 @@ class Recorder:
         lost_s: float,
         given: Mapping[str, float],
     ) -> dict[str, Any] | None:
-        """Record one step, and write a row every ``log_every`` steps, at the first and the last
-        step, and after a validation. Returns the row, None if no row is due.
+        """Record one step. A row is written every ``log_every`` steps, at the first and the last
+        step, and after a validation. Returns the row; None if no row is due.
 
         Args:
             validation: validation losses by key; None if this step had no validation.
-            last: this is the last step.
+            last: True at the last step.
             lost_s: as in `Goodput.add`.
-            given: metrics of hooks; the next row contains the newest value of each.
+            given: metrics of hooks and data; the next row contains the newest value of each.
         """
         first, self._first = self._first, False
         with_state = ranks_with_state()
@@ -207,8 +212,9 @@ class Recorder:
             return None
         row = {**self._totals(progress, outcome, learning_rate), **(validation or {})}
         if first:
-            # Compilation and warm-up make the first step of a process long: its time has a separate
-            # key and is never averaged. The ranks' reports in it describe the time before it.
+            # Compilation and warm-up make the first step of a process slow, so its time has a
+            # separate key and is not averaged. The reports of the ranks in this step describe the
+            # time before it and are omitted.
             step_s = seconds["step_s"]
             self._emit(row | {keys.FIRST_STEP_S: step_s})
             if self.display:
@@ -245,7 +251,7 @@ class Recorder:
         """Add one step of ``live_ranks`` to the sums: the seconds of this step, and the traffic of
         the previous step."""
         self._rank_s += seconds["step_s"] * live_ranks
-        # Failed ranks report nothing.
+        # The busy time of a failed rank is zero.
         reporting = len(reports.busy_s) - reports.busy_s.count(0.0) or len(reports.busy_s)
         for name, value in seconds.items():
             self._sums[keys.time_key(name)] += value
@@ -262,7 +268,7 @@ class Recorder:
             row[key] = total / self._counted
         self._crossed_bytes += self._sums[keys.communication_key("replicate", "bytes")]
         self._crossed_steps += self._counted
-        # The counted traffic belongs to the step before.
+        # The counted traffic belongs to the previous step.
         as_predicted = max(self._step - self._counted, 1) > self.warmup
         # Seconds of a step, multiplied by the number of live ranks
         rank_s = self._rank_s / self._counted
@@ -272,7 +278,7 @@ class Recorder:
             row[keys.BYTES_BETWEEN_HOSTS] = sum(
                 row[keys.communication_key(axis, "bytes")] for axis in self.slow_axes
             )
-            # In the first steps and on another layout, other bytes than predicted are correct.
+            # The prediction does not apply to the first steps, nor to steps with fewer replicas.
             if as_predicted and not self._was_short:
                 self._warn(self._deviation.check(row))
         if self.exact_bytes and self._crossed_bytes:
@@ -302,15 +308,14 @@ class Recorder:
         self.display.step(row, eta_s, age_s)
 
     def _write(self, row: dict[str, Any], busy_s: Sequence[float]) -> None:
-        # After a failure of the writing rank this rank may repeat steps with rows in the file. Each
-        # step must have one row, so rows of steps that are already in the file are not written
-        # again.
+        # After a failure, this rank may repeat steps that already have rows in the file. Each step
+        # must have only one row, so these rows are not written again.
         if self.writer and row[keys.STEP] > self._stands:
             self.writer.write(row, busy_s)
 
     def _warn(self, sentences: Sequence[str]) -> None:
         for sentence in sentences:
-            # Every rank computes the same sentences, and one rank shows them.
+            # Every rank computes the same warnings, and one rank logs them.
             if self.display is not None:
                 log.warning("%s", sentence)
                 self.display.log(f"warning: {sentence}")
@@ -352,13 +357,14 @@ def _memory(device: torch.device) -> dict[str, float]:
 
 
 class Deviation:
-    """Warns once per axis with more or less traffic than predicted. ``predicted``: bytes by key."""
+    """Warns once for each axis whose traffic deviates from the prediction. ``predicted``: bytes by
+    key."""
 
     def __init__(self, predicted: Mapping[str, float]) -> None:
         self._predicted = dict(predicted)
 
     def check(self, row: Mapping[str, float]) -> list[str]:
-        """Return the warnings for one row of measurements; each axis is reported once per run."""
+        """Return the warnings for one row of measurements."""
         warnings = []
         for key, predicted in tuple(self._predicted.items()):
             measured, expected = row.get(key, predicted), max(predicted, 1.0)
@@ -374,7 +380,7 @@ class Deviation:
 
 
 class Stragglers:
-    """Warns once per slow rank. ``hosts[rank]`` is the host of a rank."""
+    """Warns once for each slow rank. ``hosts``: host by rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
@@ -382,13 +388,14 @@ class Stragglers:
         self._named: set[int] = set()
 
     def check(self, busy_s: Sequence[float]) -> list[str]:
-        """Return warnings. ``busy_s[rank]``: seconds of the last step without waits for others."""
-        # Zero stands for a rank without measurements.
+        """Return the warnings for one step. ``busy_s``: busy seconds by rank, without waits for
+        other ranks."""
+        # Zero means that a rank has no measurements.
         if len(busy_s) < 2 or not all(busy_s):
             return []
         warnings = []
-        # One median for all ranks: sorting the other ranks for each rank would take tens of
-        # milliseconds for hundreds of ranks. A slow rank is never in the lower half.
+        # All ranks are compared with the same median, of all ranks except the slowest. A median of
+        # the other ranks for each rank would take tens of milliseconds with hundreds of ranks.
         others = statistics.median(sorted(busy_s)[:-1])
         for rank, seconds in enumerate(busy_s):
             ratios = self._ratios[rank]
@@ -407,20 +414,19 @@ class Stragglers:
 
 
 class Goodput:
-    """The fraction of the wall time that trained the model, and the causes of the other time:
-    totals on rank 0, in seconds. Useful is the time of steps without the wait for data.
+    """Goodput: the fraction of the wall time that was useful, and the seconds lost to each cause.
+    Useful time is the time of steps without the wait for data. The totals are computed on rank 0.
 
-    The totals cover the time since the first start of the run, restarts included: a resumed run
-    continues the totals of its last row. If workers replaced others, the time between that row and
-    their first new step is lost to the restart. If a user started the run again, this pause is not
-    lost, because no process waited for it. The time of repeated steps moves from useful to
-    ``repeated``, because their first execution was of no use.
+    The totals cover the time since the first start of the run, because a resumed run continues with
+    the totals of its last row. If workers replace others, the time from that row until they begin
+    is lost to ``restart``. If a user starts the run again, this pause does not count. If steps are
+    repeated, the time of their first execution moves from useful to ``repeated``.
     """
 
     def __init__(self) -> None:
         self._lost = dict.fromkeys(keys.LOSSES, 0.0)
         self._useful = 0.0
-        # The time at the begin of a process that had run without pauses
+        # Start of the wall time: the current time minus the counted wall time
         self._begun = time.time()
 
     def resume(
@@ -432,13 +438,14 @@ class Goodput:
         restarted: bool = True,
         not_before: float = 0.0,
     ) -> None:
-        """Continue after ``step`` with the totals of earlier restarts.
+        """Continue after ``step`` with the totals of ``last_row``.
 
         Args:
-            last_row: the last row of the file, even if its steps are repeated now.
+            last_row: the last row of the file. Its step may be after ``step``, if steps are
+                repeated.
             kept_row: the last row up to ``step``.
-            restarted: these workers replace earlier workers; False after a new start.
-            not_before: begin of their start, as of `time.time`.
+            restarted: True if these workers replace earlier workers; False after a manual start.
+            not_before: begin of the start of the replaced workers, as of `time.time`.
         """
         if not last_row or keys.WALL_S not in last_row:
             return
@@ -466,13 +473,14 @@ class Goodput:
         live: float = 1.0,
         lost_s: float = 0.0,
     ) -> None:
-        """Add one step. The whole first step of a process (compilation, first touch of memory)
-        counts as lost.
+        """Add one step. All of the first step of a process counts as lost, because it includes
+        compilation and memory allocation.
 
         Args:
-            live: the share of the ranks that computed the step; the share of the others in its time
-                is lost to ``replicas``.
-            lost_s: the part of the step before its last attempt, also lost to ``replicas``.
+            live: the fraction of the ranks that computed the step. The rest of the step's time is
+                lost to ``replicas``.
+            lost_s: seconds of the step before its last attempt, which are also lost to
+                ``replicas``.
         """
         if first:
             self._lost["first_step"] += seconds["step_s"]

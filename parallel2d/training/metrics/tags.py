@@ -1,5 +1,5 @@
-"""Tags that only TensorBoard has (`derived`), and a description with unit for every tag
-(`description`)."""
+"""`derived` computes values that are written only to TensorBoard. `description` returns the meaning
+and unit of each tag."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from parallel2d.base.config import AXES
 from parallel2d.training.metrics import keys
 
-# In the folder of an axis: tag by quantity, and the factor of its values
+# Quantity -> (tag in the folder of an axis, factor from the quantity's unit to the tag's unit)
 OF_AN_AXIS = {
     "bytes": ("axis/megabytes", 1e-6),
     "seconds": ("axis/seconds", 1.0),
@@ -28,7 +28,7 @@ _DESCRIPTIONS = {
     keys.TOKENS: "Valid targets so far, over all ranks",
     keys.SAMPLES: "Samples so far, over all ranks",
     keys.PADDING: "Share of positions without a token, in the global batch of fitted documents",
-    keys.IMBALANCE: "Estimated FLOPs of the rank with the most, divided by the mean over ranks",
+    keys.IMBALANCE: "Estimated FLOPs of the busiest rank, divided by the mean over ranks",
     keys.BATCH_HASH: "Sum of the hashes of the samples of the step",
     keys.SKIPPED_STEPS: "Steps so far without an update, because a gradient was not finite",
     keys.STEP_S: "Seconds per step, mean since the last row",
@@ -39,30 +39,30 @@ _DESCRIPTIONS = {
     keys.TOKENS_PER_S: "Input tokens per second, over all ranks",
     keys.TOKENS_PER_S_PER_RANK: "Input tokens per second and rank",
     keys.MODEL_TFLOPS_PER_RANK: "TFLOP/s of the model per rank, without recomputation",
-    keys.MFU: "FLOP/s of the model over those of the device, a fraction",
+    keys.MFU: "FLOP/s of the model, divided by the peak FLOP/s of the device",
     keys.BYTES_BETWEEN_HOSTS: "Bytes that a rank sends between nodes in a step, mean over ranks",
     BYTES_BETWEEN_HOSTS_PER_S: "Bytes that a rank sends between nodes per second, mean over ranks",
     "comm/.*/bytes": "Bytes that a rank sends over the axis in a step, mean over ranks",
     "comm/.*/calls": "Collectives over the axis in a step",
-    "comm/.*/exposed_seconds": "Seconds per step of collectives that no compute hides",
+    "comm/.*/exposed_seconds": "Seconds per step of collectives that do not overlap with compute",
     "comm/.*/seconds": "Seconds per step in collectives over the axis",
     "axis/megabytes": "MB that a rank sends over the axis in a step, mean over ranks",
     "axis/calls": "Collectives over the axis in a step",
-    "axis/exposed_seconds": "Seconds per step of collectives that no compute hides",
+    "axis/exposed_seconds": "Seconds per step of collectives that do not overlap with compute",
     "axis/seconds": "Seconds per step in collectives over the axis",
     PERCENT_OF_DEVICE: "Percent of the device's memory at the peak, largest rank",
     keys.FRAGMENTATION: "Fraction of reserved memory that is not allocated, largest rank",
     keys.ALLOCATION_RETRIES: "Times that the allocator emptied its cache, largest rank",
     "memory/.*_gib": "GiB, largest rank; rss: of the process, others: of the device",
     keys.SLOWEST_RANK: "Number of the rank that was busy longest",
-    keys.SKEW: "Busy seconds of the slowest rank over the mean",
-    keys.BUSY_S: "Busy seconds of every rank in the step before",
+    keys.SKEW: "Busy seconds of the slowest rank, divided by the mean",
+    keys.BUSY_S: "Busy seconds of every rank in the previous step",
     keys.REPLICAS: "Replicas that are alive",
-    keys.REPLICAS_LOST_S: "Seconds from committed steps until the survivors continued, so far",
+    keys.REPLICAS_LOST_S: "Seconds lost to failures and joins of replicas, so far",
     "replicas/.*": "Number so far, since the last start of all ranks",
-    keys.COMPRESSION: "Bytes of exact fp32 gradients over those sent between replicas",
-    keys.OUTER_NORM: "Norm of the change that replicas shared last",
-    keys.GOODPUT: "Useful seconds over seconds since the run first began, a fraction",
+    keys.COMPRESSION: "Bytes of exact fp32 gradients, divided by the bytes sent over replicas",
+    keys.OUTER_NORM: "Norm of the weight change in the last outer step",
+    keys.GOODPUT: "Useful seconds, divided by the seconds since the run first began",
     keys.UNIX_S: "Seconds since 1970",
     "goodput/.*_s": "Seconds since the run first began",
 }
@@ -75,8 +75,8 @@ def description(tag: str) -> str:
 
 
 def derived(scalars: Mapping[str, float], device_gib: float | None) -> dict[str, float]:
-    """Return values that are computed from the values of a row. ``device_gib``: the memory of a
-    rank's device; None without a device."""
+    """Return further values for TensorBoard, computed from the values of a row. ``device_gib``: the
+    memory of a rank's device; None without a device."""
     found: dict[str, float] = {}
     step_s = scalars.get(keys.STEP_S)
     if step_s:
@@ -92,8 +92,8 @@ def derived(scalars: Mapping[str, float], device_gib: float | None) -> dict[str,
 
 
 def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the measurements of ``axis``, by the tags that all axes share; empty for a first
-    row."""
+    """Return the measurements of ``axis`` by the tags that are the same for all axes. Empty for the
+    first row of a process, which has no such measurements."""
     moved: dict[str, float] = {}
     for quantity, (tag, scale) in OF_AN_AXIS.items():
         key = keys.communication_key(axis, quantity)
@@ -103,7 +103,7 @@ def of_axis(axis: str, scalars: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_one_rank(axes: tuple[str, ...]) -> set[str]:
-    """Return the tags of axes with a single rank; ``axes`` are the axes with several ranks."""
+    """Return the tags of all axes of size 1. ``axes``: the axes with more than one rank."""
     single = []
     for axis in AXES:
         if axis not in axes:

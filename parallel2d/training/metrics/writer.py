@@ -1,8 +1,8 @@
-"""Writes rows to ``metrics.jsonl`` and ``tensorboard/``, on rank 0 only: `MetricsWriter`.
+"""`MetricsWriter`: writes rows to ``metrics.jsonl`` and ``tensorboard/`` on rank 0.
 
 TensorBoard gives each folder of event files a colour. Therefore the measurements of each axis are
-also written to a separate folder under tags that all axes share, and a chart of one of these tags
-has one colour per axis.
+also written to a separate folder, under tags that are the same for all axes. A chart of such a tag
+then has one colour per axis.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 HISTOGRAM_EVERY = 10  # rows; a histogram costs twice as much as all scalars of a row
 
-# Charts by group: regular expressions for the tags of a chart's lines. An expression matches every
-# tag that it is a prefix of, so an expression that is also a prefix of other tags ends with $.
+# Charts by group, with regular expressions for the tags that a chart shows. TensorBoard matches the
+# beginning of a tag, so an expression that must not match longer tags ends with $.
 LAYOUT = {
     "Throughput": {
         "tokens per second": [f"{keys.TOKENS_PER_S}$"],
@@ -51,7 +51,7 @@ LAYOUT = {
     "Communication by axis": {
         "MB sent per rank and step": [OF_AN_AXIS["bytes"][0]],
         "seconds per step": [OF_AN_AXIS["seconds"][0]],
-        "seconds per step that nothing hides": [OF_AN_AXIS["exposed_seconds"][0]],
+        "exposed seconds per step": [OF_AN_AXIS["exposed_seconds"][0]],
         "calls per step": [OF_AN_AXIS["calls"][0]],
     },
     "Memory": {"GiB, largest rank": ["memory/.*_gib"]},
@@ -64,15 +64,16 @@ LAYOUT = {
         "seconds of a step": [keys.time_key(f"({'|'.join(keys.PHASES)})_s")],
         "parts of a step, %": [percent_key(".*")],
         "seconds lost so far": ["goodput/lost_.*"],
-        "slowest rank over the mean": [keys.SKEW],
+        "busy time: slowest rank / mean": [keys.SKEW],
     },
 }
-# Charts for runs with traffic over the replicate axis, and for replicas that train independently
-BETWEEN_REPLICAS = {"bytes saved: exact over sent": [keys.COMPRESSION]}
-SHARED_CHANGES = {"norm of the shared change": [keys.OUTER_NORM]}
-# Charts that only some jobs have data for, by the word in `MetricsWriter.charts`
+# Chart for runs with traffic over the replicate axis, and chart for replicas that train
+# independently
+BETWEEN_REPLICAS = {"compression: exact bytes / sent bytes": [keys.COMPRESSION]}
+SHARED_CHANGES = {"norm of the outer step": [keys.OUTER_NORM]}
+# Charts for which only some jobs have data, by their key in `MetricsWriter.charts`
 OPTIONAL = {
-    "mfu": ("Throughput", {"model FLOP/s over those of the device": [keys.MFU]}),
+    "mfu": ("Throughput", {"MFU": [keys.MFU]}),
     "hosts": (
         "Between nodes",
         {
@@ -83,7 +84,8 @@ OPTIONAL = {
     "device": ("Memory", {"% of the device, largest rank": [PERCENT_OF_DEVICE]}),
     "replicas": ("Replicas", {"live replicas": [keys.REPLICAS]}),
 }
-# In the table of runs: the columns that come first, and the results, with their last values
+# Columns of TensorBoard's table of runs: settings that are shown first (`COMPARED`), and the last
+# values of metrics (`_RESULTS`)
 COMPARED = ("strategy", "replicate", "shard", "tensor", "lr")
 _HPARAMS = "events.out.tfevents.0.hparams"
 _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
@@ -91,11 +93,10 @@ _RESULTS = (keys.VALIDATION_LOSS, keys.LOSS, keys.TOKENS_PER_S, keys.GOODPUT)
 
 @dataclass
 class MetricsWriter:
-    """Appends one flat row per logged step to ``metrics.jsonl`` and TensorBoard. Every line is
-    flushed.
+    """Appends one row per logged step to ``metrics.jsonl`` and TensorBoard, and flushes it.
 
-    A failed write (the disk is full, the run directory was deleted) does not end the run: it is
-    reported once, and lost rows are counted.
+    A failed write, for example on a full disk, does not end the run. The first failure is logged,
+    and the number of lost rows is logged at the end.
     """
 
     run_dir: str
@@ -106,23 +107,25 @@ class MetricsWriter:
     hparams: Mapping[str, str | float | bool] = field(default_factory=dict)
     axes: Sequence[str] = ()  # mesh axes with more than one rank
     charts: Sequence[str] = ()  # keys of `OPTIONAL`
-    device_gib: float | None = None  # memory of the device of a rank; None without a device
-    replicas_equal: bool = True  # after every update; False if replicas share changes less often
+    device_gib: float | None = None  # memory of a rank's device; None on CPU
+    replicas_equal: bool = True  # False if replicas train independently (``sync=diloco``)
 
     def __post_init__(self) -> None:
         self._path = os.path.join(self.run_dir, "metrics.jsonl")
         self._board = os.path.join(self.run_dir, "tensorboard")
         self._file: FileIO | None = None
-        # TensorBoard subfolder -> file: one per axis, and "" for the run; empty without TensorBoard
+        # Subfolder of ``tensorboard/`` -> event file: "" for the run, and one subfolder per axis.
+        # Empty without TensorBoard
         self._events: dict[str, _EventFile] = {}
         self._rows = 0
         self._lost_rows = 0
 
     def begin(self, from_step: int) -> tuple[Row | None, Row | None]:
         """Open both files to continue after ``from_step``, and remove the rows of later steps,
-        which a restart repeats. Raises OSError, and `ConfigError` for rows that no run writes.
+        which are repeated now. Raises OSError, and `ConfigError` if the existing rows cannot be
+        read.
 
-        Returns the last row before the removal and the last row that stays, or None.
+        Returns the last row before the removal, and the last row that stays. Each may be None.
         """
         try:
             found = set_aside_after(self._path, from_step)
@@ -141,8 +144,8 @@ class MetricsWriter:
         return found
 
     def _write_hparams(self) -> None:
-        """Write the settings for TensorBoard's table. TensorBoard shows the first entry of a
-        folder, so this entry replaces the entries of earlier starts."""
+        """Write the settings for TensorBoard's table of runs. TensorBoard shows the first entry in
+        a folder, so the file of an earlier start is deleted first."""
         if not self.hparams:
             return
         from torch.utils.tensorboard import summary
@@ -150,26 +153,27 @@ class MetricsWriter:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._board, _HPARAMS))
         events = _EventFile(self._board, 0, _HPARAMS)
-        # Into the folder of the run's scalars: ``add_hparams`` would create another folder.
+        # The settings are written to the folder of the run's scalars. ``add_hparams`` would create
+        # another folder.
         for part in summary.hparams(self.hparams, dict.fromkeys(_RESULTS)):
             _mark_compared(part)
             events.add(part)
         events.close()
 
     def write(self, row: Row, busy_s: Sequence[float] = ()) -> None:
-        """Write a row with its ``step``; numbers that are not finite become null. ``busy_s`` holds
-        the busy seconds by rank."""
+        """Write a row, which has the key ``step``. Numbers that are not finite become null.
+        ``busy_s``: busy seconds by rank."""
         assert self._file is not None, "begin() comes first"
         clean = dict(row)
         for key, value in row.items():
-            # JSON lacks NaN and infinity.
+            # JSON has no NaN and no infinity.
             if isinstance(value, float) and not math.isfinite(value):
                 clean[key] = None
         try:
             os.stat(self._path)  # writing to a deleted file would succeed without any effect
             end, line = self._file.seek(0, os.SEEK_END), json.dumps(clean).encode() + b"\n"
             if self._file.write(line) < len(line):
-                # The disk is full: remove the partial row, because no row may follow it.
+                # The disk is full. Remove the partial row: a later row would be appended to it.
                 self._file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
         except OSError as error:
@@ -235,8 +239,9 @@ class MetricsWriter:
 
 
 class _EventFile:
-    """An event file in ``folder`` that makes TensorBoard drop steps after ``from_step`` in earlier
-    files. Written in this thread: ``SummaryWriter``'s thread prints a traceback on a full disk."""
+    """An event file in ``folder``. It makes TensorBoard ignore the steps after ``from_step`` in
+    earlier files. It is written in the calling thread, because the thread of ``SummaryWriter``
+    prints a traceback if the disk is full."""
 
     def __init__(self, folder: str, from_step: int, name: str = "") -> None:
         # Imported here and below, so that runs without TensorBoard do not load it.
@@ -278,7 +283,7 @@ class _EventFile:
         self._records.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # data that could not be written before
+        with contextlib.suppress(OSError):  # buffered data may again fail to be written
             self._records.close()
 
 
@@ -302,7 +307,8 @@ def _introduction(writer: MetricsWriter) -> Iterator[Any]:
 
 
 def _mark_compared(summary: Any) -> None:
-    """Mark columns as different between runs, because TensorBoard shows such columns first."""
+    """Mark the columns `COMPARED` as different between runs, because TensorBoard shows such columns
+    first."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     for value in summary.value:

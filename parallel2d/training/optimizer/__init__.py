@@ -1,17 +1,17 @@
-"""The optimizer of a parallelized model. Start at `build_optimizer`.
+"""The optimizer of a parallelized model: `build_optimizer`.
 
-`build_optimizer` returns a ``torch.optim.Optimizer`` that updates as a single process would, on any
-layout. AdamW, Adam and SGD are torch's, because they update each element separately; Muon needs
-unsharded matrices and is in `muon.py`. A custom optimizer is built by a function on the same
-parameter groups; if it needs unsharded matrices, `whole_matrices` wraps it. The optimizers with
-state in bf16 or int8 are in `low_precision.py`.
+`build_optimizer` returns a ``torch.optim.Optimizer`` whose updates equal those of a single process,
+on any layout. AdamW, Adam and SGD are the classes of torch, because these update each element
+separately. Muon needs unsharded matrices and is in `muon.py`. A custom optimizer is built by a
+user's function from the same parameter groups; if it needs unsharded matrices, `whole_matrices`
+wraps it. The optimizers with state in bf16 or int8 are in `low_precision.py`.
 
-[Note: parameter groups] Every trainable parameter has default settings: weight decay for tensors
-with two or more dims, none for norms and biases. With Muon, the matrices of the repeated blocks use
-Muon, and all other parameters AdamW. An entry of ``optimizer.groups`` changes the settings that it
-names for all parameters with a fully qualified name (FQN) that matches its pattern; the first entry
-that matches a name counts. FQNs and shapes do not depend on the layout, so neither do the groups,
-their order and their numbers.
+[Note: parameter groups] By default, weight decay applies to parameters with two or more dims, and
+not to norms and biases. With Muon, the matrices of the repeated blocks are updated by Muon, and all
+other parameters by AdamW. An entry of ``optimizer.groups`` has a pattern and settings. It changes
+these settings for all parameters whose fully qualified name (FQN) matches the pattern. If several
+entries match a name, the first of them applies. FQNs and shapes do not depend on the layout, so the
+groups and their order do not depend on it either.
 """
 
 from __future__ import annotations
@@ -54,18 +54,17 @@ _IMPLEMENTATIONS = {
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, *, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of ``config`` for the trainable parameters of ``model``: a parallelized
-    model, or a plain model on one process.
+    """Return the optimizer of ``config`` for the trainable parameters of ``model``.
 
     Args:
-        model: the model.
+        model: a parallelized model, or an unsharded model in one process.
         config: the settings.
-        seed: for a plain model, the seed of the rounding of state in low precision. A parallelized
-            model has the seed of `parallelize`.
+        seed: for an unsharded model, the seed of stochastic rounding of low-precision state. For a
+            parallelized model the seed of `parallelize` is used.
 
     Raises `ConfigError` for a ``config`` of another type, for values outside their range, for a
     model without trainable parameters, for a pattern in ``config.groups`` without a match, and if
-    Muon cannot distinguish hidden matrices from others.
+    Muon cannot determine which matrices are hidden.
     """
     if not isinstance(config, OptimizerConfig):
         raise ConfigError(
@@ -85,7 +84,7 @@ def build_optimizer(
         names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
         seeds = [engine.keys.seed for engine in engines_in(model)]
         optimizer = low_precision_optimizer(groups, names, config, seeds[0] if seeds else seed)
-    # A plain model on one process has no engines.
+    # An unsharded model has no engines.
     for engine in engines_in(model):
         engine.updates.attach(optimizer)
     return optimizer
@@ -153,7 +152,8 @@ def _custom_optimizer(
             "on the groups as they are"
         )
     for group in optimizer.param_groups:
-        # A learning rate that the function has set is kept, and the schedule scales it.
+        # If the function has set its own learning rate, `lr_scale` records the ratio, so that the
+        # schedule scales this learning rate.
         if "lr" in group and group["lr"] != config.lr * group.get("lr_scale", 1.0):
             group["lr_scale"] = group["lr"] / config.lr
     if config.weight_decay and "weight_decay" not in optimizer.defaults:
@@ -173,10 +173,11 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     ``lr_scale`` and, for Muon, ``algorithm``. See [Note: parameter groups].
 
     Args:
-        model: parallelized, plain or on meta.
+        model: the model: parallelized, unsharded or on meta.
         config: the ``optimizer`` section.
 
-    Raises `ConfigError` with every pattern that matches no trainable parameter, and similar names.
+    Raises `ConfigError` that lists every pattern without a matching trainable parameter, with
+    similar names.
     """
     named = updated_by_name(model)
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -187,29 +188,31 @@ def plan_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any
     splits = splits_of(named, config.matrices)
     entries: dict[int, Any] = {_NO_ENTRY: {}, **dict(enumerate(config.groups))}
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
-    # In the order of the entries, so that the first wrong entry is reported.
+    # The parameters are visited in the order of the entries, so that the first invalid entry is
+    # reported.
     for name in sorted(trained, key=lambda name: entry_of.get(name, _NO_ENTRY)):
         parameter = trained[name]
         number = entry_of.get(name, _NO_ENTRY)
         is_matrix = name in splits or (parameter.ndim == 2 and name in hidden)
         settings = _settings(parameter, entries[number], config, is_hidden=is_matrix)
         is_muon = _is_muon(settings)
-        # The defaults assign only matrices to Muon, so any other parameter comes from an entry.
+        # By default only matrices use Muon, so an entry has assigned this parameter to Muon.
         if is_muon and parameter.ndim != 2 and name not in splits:
             raise ConfigError(
                 f"optimizer.groups: pattern {entries[number]['pattern']} gives {name} of shape "
                 f"{list(parameter.shape)} to Muon, which takes matrices of two dims; an entry of "
                 "optimizer.matrices names the matrices in a parameter with more dims"
             )
-        # Parameters with two or more dims and parameters with fewer form separate groups.
+        # Parameters with fewer than two dims have their own group, because they have no weight
+        # decay.
         is_vector = parameter.ndim < 2
         key = (number, is_vector, not is_muon)
         group = groups.setdefault(key, {"params": [], **settings})
         group["params"].append(parameter)
-    # The order of the groups is part of every checkpoint: groups of the defaults come first, then
-    # groups of the entries in their order; within these, matrices before vectors, and Muon's groups
-    # before AdamW's. It depends only on names and shapes, so that a resumed run finds each
-    # parameter under the same number on any layout.
+    # The order of the groups is part of every checkpoint. Groups with default settings come first,
+    # then the groups of the entries in their order. Within each of these, matrices come before
+    # vectors, and Muon's groups before AdamW's. The order depends only on names and shapes, so that
+    # a resumed run finds each parameter under the same number on any layout.
     ordered = [groups[key] for key in sorted(groups)]
     if config.name == "muon" and not any(map(_is_muon, ordered)):
         raise ConfigError(
@@ -256,8 +259,8 @@ def _is_muon(group: Mapping[str, Any]) -> bool:
 def _matching_entries(
     names: Sequence[str], trained: set[str], entries: Sequence[Any]
 ) -> dict[str, int]:
-    """Map each name to the number of the first entry with a matching pattern. Raises `ConfigError`
-    with one line per entry without effect."""
+    """Map each trainable name to the number of the first entry with a matching pattern. Raises
+    `ConfigError` with one line for each entry that has no effect."""
     entry_of: dict[str, int] = {}
     problems = []
     for number, entry in enumerate(entries):
@@ -265,7 +268,7 @@ def _matching_entries(
         where = f"optimizer.groups: pattern {pattern}"
         matching = fnmatch.filter(names, pattern)
         trainable = list(filter(trained.__contains__, matching))
-        # Parameters of an earlier entry stay in its group.
+        # Parameters that an earlier entry matches stay in the group of that entry.
         fresh = set(trainable).difference(entry_of)
         entry_of |= dict.fromkeys(fresh, number)
         if not matching:

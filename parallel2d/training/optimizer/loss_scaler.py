@@ -5,7 +5,8 @@ from __future__ import annotations
 
 class LossScaler:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). All ranks call `update` with the
-    same argument, so that their scales stay equal. With ``enabled=False`` the scale is always 1."""
+    same argument, so that the scale is equal on all ranks. With ``enabled=False`` the scale is
+    always 1."""
 
     def __init__(self, enabled: bool, scale: float = 2.0**16, growth_every: int = 1000) -> None:
         self.enabled = enabled

@@ -1,21 +1,24 @@
-"""AdamW, Adam and SGD with state in bf16 or int8 between steps: `low_precision_optimizer`.
+"""`low_precision_optimizer`: AdamW, Adam and SGD that store their state in bf16 or int8.
 
-[Note: codes of optimizer state] A step decodes a piece of the state, updates it and the parameter
-in fp32 (fp64 for fp64 parameters), and rounds the state again. Rounding is stochastic: the mean of
-the result is the value. Otherwise a moment with a decay near 1 would stay constant, because one
-step changes it by less than half of the distance between two codes.
+[Note: codes of optimizer state] A *code* is a stored bf16 or int8 value. A step decodes a piece of
+the state, updates the state and the parameter in fp32 (fp64 for fp64 parameters), and rounds the
+state to codes again. Rounding is stochastic, so that the expected value of the result is the exact
+value. With rounding to the nearest code, a moment with a decay near 1 could stay constant, because
+one step changes it by less than half of the distance between two codes.
 
 The random numbers depend only on the seed, the name of the parameter, its number of updates, and
 the position of a value in the unsharded parameter. Blocks are parts of the rows of the unsharded
-parameter ([Note: blocks of rows] in `geometry.py`). Therefore every layout has the same codes.
+parameter ([Note: blocks of rows] in `geometry.py`). Therefore the codes are the same on every
+layout.
 
-In int8 a block of values has one scale, its largest magnitude. The first moment has 127 codes per
-sign, which represent (code / 127)**4 of the scale. The second moment has 255 codes, which represent
-(code / 255)**8 of the scale; for the root of the second moment this is the fourth power, too. The
-distance of two codes, relative to the value, is 3 % at the scale, 10 % at 1/100 of the scale, and
-30 % at 1/10,000, so that small values of a block do not become zero. A second moment above zero has
-at least the code 1: the update divides by its root. Roots and powers are square roots and
-products, which every device rounds correctly (IEEE 754): codes are equal to the bit on all devices.
+In int8, each block of values has one scale: the largest magnitude in the block. The first moment
+has 127 codes per sign; a code stands for (code / 127)**4 of the scale. The second moment has 255
+codes; a code stands for (code / 255)**8 of the scale, so its square root, by which the update
+divides, also follows a fourth power. The relative distance between adjacent codes is 3 % for values
+near the scale, 10 % at 1/100 of the scale, and 30 % at 1/10,000, so that small values of a block do
+not become zero. A second moment above zero gets at least the code 1, because the update divides by
+its root. The powers and roots are computed only by products and square roots, which every device
+rounds correctly (IEEE 754). Therefore the codes are bitwise equal on all devices.
 
 Parameters with fewer than two dims (norms, biases) keep their state in the dtype of the parameter.
 """
@@ -44,7 +47,7 @@ from parallel2d.parallel.weights.geometry import (
 )
 from parallel2d.parallel.weights.unsharded_tensors import copy_part
 
-# Number of values that are updated at once; on a CPU they fit into the cache.
+# Number of values in a piece, which is updated at one time. On a CPU a piece fits into the cache.
 _PIECE, _PIECE_ON_CPU = 2**22, 2**16
 
 
@@ -70,7 +73,7 @@ class Moment(NamedTuple):
         return 127 if self.is_signed else 255
 
     def power(self, shares: Tensor) -> Tensor:
-        """Return the values of codes in units of the scale. ``shares`` are the codes divided by
+        """Return the values of codes in units of the scale. ``shares``: the codes divided by
         `largest`."""
         powers = shares.square().square_()
         return powers if self.is_signed else powers.square_()
@@ -78,7 +81,8 @@ class Moment(NamedTuple):
     def encode(self, values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of blocks, and the scale of each block in fp32.
 
-        ``values`` and ``noise`` (in [0, 1)) have the shape [..., values of a block].
+        ``values`` and ``noise`` have the shape [..., block size]. ``noise``: random numbers in [0,
+        1).
         """
         scale = values.abs().amax(-1, keepdim=True).to(torch.float32)
         shares = values.abs().div_(torch.where(scale == 0, 1, scale))
@@ -88,30 +92,30 @@ class Moment(NamedTuple):
         codes = roots.mul_(self.largest).floor_().clamp_(max=self.largest - 1)
         lower = self.power(codes / self.largest)
         upper = self.power((codes + 1) / self.largest)
-        # The next code, with the probability that makes the mean equal to the value
+        # Take the next code with the probability for which the expected value is exact
         codes += noise.mul(upper.sub_(lower)) < shares.sub(lower)
         if not self.is_signed:
             codes = torch.maximum(codes, shares > 0)
         return codes.copysign_(values).to(self.dtype), scale.squeeze(-1)
 
     def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of codes [..., values of a block] in ``dtype``."""
+        """Return the values of codes [..., block size] in ``dtype``."""
         shares = codes.to(dtype).div_(self.largest)
         return self.power(shares).mul_(scale.to(dtype)[..., None]).copysign_(shares)
 
 
 def round_to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Return ``values`` in bf16, rounded stochastically: the mean of the result is the value."""
-    # A bf16 number is the upper half of an fp32 number: adding random bits to the lower half
-    # carries into the upper half with the right probability.
+    """Return ``values`` in bf16, rounded stochastically, so that the expected value is exact."""
+    # A bf16 number is the upper half of an fp32 number. Random bits that are added to the lower
+    # half carry into the upper half with the right probability.
     bits = values.to(torch.float32, copy=True).view(torch.int32)
     bits += noise.mul(2.0**16).to(torch.int32)
     return bits.bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
 
 
 class _Blocks(NamedTuple):
-    """A rectangle of blocks in this rank's local shard, as an index into the shard with two
-    dims."""
+    """A rectangle of blocks in this rank's local shard, as indices into the shard viewed as [rows,
+    columns]."""
 
     rows: slice
     blocks: slice
@@ -122,7 +126,7 @@ class _Blocks(NamedTuple):
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers with state in low precision. No communication.
+    """Base class of the optimizers with low-precision state. They need no communication.
 
     Args:
         groups: parameter groups, as `optimizer.plan_groups` returns them.
@@ -131,7 +135,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         seed: seed of stochastic rounding.
 
     Raises `ConfigError` if the mesh splits a block of a parameter, or if a parameter is not
-    contiguous or not real.
+    contiguous or has no floating-point dtype.
     """
 
     moments: Sequence[Moment] = ()
@@ -153,7 +157,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def settings(config: OptimizerConfig) -> dict[str, Any]:
-        """Return the settings of the groups."""
+        """Return the settings of this algorithm for the parameter groups."""
         raise NotImplementedError
 
     def update(
@@ -164,7 +168,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         group: Mapping[str, Any],
         step: int,
     ) -> None:
-        """Update a part of a parameter and its ``moments`` in place. ``step`` counts from 1."""
+        """Update ``value``, a piece of a parameter, and its ``moments`` in place. ``step`` counts
+        from 1."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -181,7 +186,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer of the same class, unsharded or local shards.
+        """Load the state of an optimizer of the same class. Its tensors may be unsharded or local
+        shards.
 
         Raises `ConfigError` for state in another dtype.
         """
@@ -195,8 +201,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             loaded = dict(state)
-            # torch has cast the codes to the dtype of the parameter, which represents each code
-            # exactly.
+            # torch has cast the codes to the dtype of the parameter, but this dtype represents each
+            # code exactly. The codes are converted back below.
             for moment in self.moments:
                 for key in (moment.key, moment.scale_key):
                     state.pop(key, None)
@@ -260,13 +266,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         gradients = local_part(parameter.grad).reshape(rows, -1)
         held = {key: local_part(each).view(rows, -1) for key, each in tensors.items()}
         name, keys = self._names[parameter], []
-        # A key per moment: one set of numbers would round both in the same direction.
+        # Each moment has its own key: with the same random numbers, both moments would be rounded
+        # in the same direction.
         for moment in self.moments:
             key = key_of(self._seed, number, name, moment.key)
             keys.append(sent_to(local.device, torch.tensor(key, dtype=torch.int32)))
         for piece in _pieces(parameter, values):
             place = piece.rows, piece.columns
-            # A copy in any case: `update` works in place.
+            # Always copy, because `update` works in place.
             value = values[place].to(dtype, copy=True)
             moments = [self._decode(each, held, piece, dtype) for each in self.moments]
             self.update(value, gradients[place].to(dtype, copy=True), moments, group, number)
@@ -384,7 +391,8 @@ def low_precision_optimizer(
 ) -> LowPrecisionOptimizer:
     """Return the optimizer for ``optimizer.state_dtype`` bf16 or int8.
 
-    Checkpoints compare optimizers by class name, so the name has the dtype: ``AdamW_int8``.
+    Checkpoints compare optimizers by class name, so the name contains the dtype, as in
+    ``AdamW_int8``.
     """
     base = _CLASSES[config.name]
     kind = base.__name__.removeprefix("LowPrecision")
@@ -393,8 +401,8 @@ def low_precision_optimizer(
 
 
 def _pieces(parameter: Tensor, values: Tensor) -> Iterator[_Blocks]:
-    """Yield pieces of complete blocks that cover ``values``, this rank's shard as [rows,
-    columns]."""
+    """Yield pieces that consist of complete blocks and together cover ``values``, this rank's shard
+    as [rows, columns]."""
     region, device = local_region(parameter), values.device
     columns = math.prod(parameter.shape[1:])
     first_row = first_column = 0
@@ -418,6 +426,6 @@ def _pieces(parameter: Tensor, values: Tensor) -> Iterator[_Blocks]:
 
 
 def _in_blocks(values: Tensor, piece: _Blocks) -> Tensor:
-    """Return [rows, blocks, values of a block], padded with zeros."""
+    """Return ``values`` as [rows, blocks, block size], padded with zeros."""
     missing = -values.shape[1] % piece.block
     return F.pad(values, (0, missing)).unflatten(1, (-1, piece.block))

@@ -1,8 +1,8 @@
-"""The matrices that a parameter holds, for Muon: `matrices_in`, and `splits_of` for the entries of
-``optimizer.matrices``.
+"""Divides parameters into matrices for Muon: `matrices_in` for one parameter, and `splits_of` for
+the entries of ``optimizer.matrices``.
 
-A fused projection holds several matrices, one below the other. A stack of experts holds one matrix
-per expert. The weight of a convolution is one matrix with a row per output channel.
+A fused projection contains several matrices along dim 0. A stack of experts contains one matrix per
+expert. The weight of a convolution is one matrix with a row per output channel.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class MatrixInside(NamedTuple):
 def matrices_in(shape: Sequence[int], entry: Mapping[str, Any]) -> list[MatrixInside]:
     """Return the matrices of a parameter of ``shape``.
 
-    The last two dims are a matrix, and the dims before them count matrices. Raises ValueError with
-    a reason if ``entry`` does not fit the shape.
+    The last two dims are the rows and columns of a matrix; all earlier dims index the matrices.
+    Raises ValueError with a reason if ``entry`` does not fit the shape.
 
     Args:
-        entry: ``rows`` or ``columns`` cut each matrix into this number of equal parts, or into
-            parts of these sizes. With ``flatten`` the dims after the first dim are the columns of a
-            single matrix.
+        entry: ``rows`` and ``columns`` divide each matrix further: an integer gives the number of
+            equal parts, a list gives the sizes of the parts. With ``flatten`` the parameter is a
+            single matrix: dim 0 gives its rows, and all other dims are flattened to its columns.
     """
     if len(shape) < 2:
         raise ValueError("it has fewer than two dims")
@@ -71,7 +71,8 @@ def _parts(size: int, given: Any, what: str) -> list[tuple[int, int]]:
 def splits_of(
     named: Mapping[str, Tensor], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, list[MatrixInside]]:
-    """Return the matrices of the parameters that ``entries`` match, by FQN; the first match counts.
+    """Return the matrices of each parameter that matches an entry, by FQN. If several entries
+    match, the first of them applies.
 
     Raises `ConfigError` for an entry without a match, and for an entry that does not fit a shape.
     """

@@ -1,15 +1,15 @@
-"""Muon (Jordan et al. 2024) for hidden matrices and AdamW for all other parameters, in one
-optimizer for sharded parameters: `Muon`. On plain tensors the updates equal ``torch.optim.Muon``
-and ``torch.optim.AdamW`` bit by bit.
+"""`Muon`: an optimizer for sharded parameters that updates hidden matrices by Muon (Jordan et al.
+2024) and all other parameters by AdamW. On unsharded tensors its updates are bitwise equal to those
+of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
-Its update is the unsharded momentum matrix after Newton-Schulz iterations in bf16, which make it
-orthogonal. A sum over parts would round differently from the sum over the unsharded matrix.
-Therefore each rank casts its part to bf16, which is the first operation of the iteration. One rank,
-the owner, receives all parts, runs the iteration, and sends every rank its part of the result. A
-parameter that holds several matrices (`matrix_splits.py`) has one owner, which iterates on each
-matrix: see [Note: one owner per matrix] in `matrix_owners.py`. The iterations of a model are
-divided among the ranks with the same updates, by their FLOPs.
+Its update is the unsharded momentum matrix, orthogonalized by Newton-Schulz iterations in bf16.
+Iterations on shards would round differently from iterations on the unsharded matrix. Therefore one
+rank, the owner, runs them. Every rank casts its shard to bf16, which is the first operation of the
+iteration, and sends it to the owner. The owner sends every rank its shard of the result. If a
+parameter contains several matrices (`matrix_splits.py`), its owner iterates on each of them; see
+[Note: one owner per matrix] in `matrix_owners.py`. The matrices of a model are divided among the
+ranks by the FLOPs of their iterations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRoun
 from parallel2d.training.optimizer.matrix_splits import MatrixInside, matrices_in
 
 MUON, ADAMW = "muon", "adamw"  # values of a group's ``algorithm``
-DTYPE = torch.bfloat16  # of sent matrices and updates
+DTYPE = torch.bfloat16  # dtype of sent matrices and updates
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NS_EPS = 1e-7
 
@@ -37,17 +37,19 @@ class Muon(torch.optim.Optimizer):
     """Updates groups with ``algorithm="muon"`` (matrices) by Muon, and groups with
     ``algorithm="adamw"`` by AdamW.
 
-    ``step()`` is collective over the ranks with the same updates, which share the work; every rank
-    must have gradients of the same matrices.
+    ``step()`` is collective over the ranks that share the updates. All of these ranks must have
+    gradients of the same matrices.
 
     Args:
-        params: parameter groups, each with ``algorithm``, as `optimizer.plan_groups` returns them.
-        lr: of both algorithms; with ``adjust_lr_fn="match_rms_adamw"`` (Liu et al. 2025) Muon's
-            updates have the size of AdamW's, so that one learning rate serves both; ``"original"``
-            needs about 20 times as much for Muon's groups (``lr_scale``).
-        momentum, nesterov, ns_steps: of Muon.
-        betas, adamw_eps, foreach, fused: of AdamW.
-        splits: the matrices in a parameter of Muon; others are one matrix.
+        params: parameter groups with the key ``algorithm``, as `optimizer.plan_groups` returns
+            them.
+        lr: learning rate of both algorithms. With ``adjust_lr_fn="match_rms_adamw"`` (Liu et al.
+            2025) Muon's updates have about the size of AdamW's, so both can use the same learning
+            rate. With ``"original"``, Muon's groups need a learning rate about 20 times as large
+            (``lr_scale``).
+        momentum, nesterov, ns_steps: settings of Muon.
+        betas, adamw_eps, foreach, fused: settings of AdamW.
+        splits: the matrices in each divided parameter of Muon. Every other parameter is one matrix.
 
     Raises ValueError if a parameter of Muon without an entry in ``splits`` is not a matrix.
     """
@@ -74,8 +76,8 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # The defaults of this optimizer complete AdamW's groups. torch's constructor requires a
-        # parameter, which is never updated: see `step`.
+        # The defaults of this AdamW complete the groups of AdamW below. Its constructor requires a
+        # parameter; this one is never updated, because `step` replaces the groups.
         self._adamw = torch.optim.AdamW(
             [torch.zeros(0)], lr=lr, betas=betas, eps=adamw_eps, foreach=foreach, fused=fused
         )
@@ -92,7 +94,7 @@ class Muon(torch.optim.Optimizer):
                 )
         mesh = update_mesh_of(parameter for parameter, _ in self._matrices())
         self._owners = MatrixOwners(mesh)
-        # The rounds, and the matrices (by id) and settings that they were planned for
+        # The planned rounds, and the matrices (by id) and settings for which they were planned
         self._rounds: list[MatrixRound] = []
         self._planned_for: list[tuple[int, int]] = []
 
@@ -110,15 +112,16 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             loss = torch.enable_grad()(closure)()
         self._update_matrices()
-        # AdamW works on this optimizer's groups and state, which are assigned in each step, because
-        # load_state_dict replaces them.
+        # AdamW uses the groups and the state of this optimizer. They are assigned in each step,
+        # because load_state_dict replaces them.
         self._adamw.param_groups = self._groups(ADAMW)
         self._adamw.state = self.state
         self._adamw.step()
         return loss
 
     def _update_matrices(self) -> None:
-        """Update by Muon; see [Note: orthogonalization needs the whole matrix]. Collective."""
+        """Update the matrices by Muon; see [Note: orthogonalization needs the whole matrix].
+        Collective."""
         matrices, groups = [], []
         for parameter, group in self._matrices():
             if parameter.grad is not None:
@@ -144,7 +147,7 @@ class Muon(torch.optim.Optimizer):
         return self._splits.get(parameter) or matrices_in(parameter.shape, {})
 
     def _iterate(self, whole: Tensor, parameter: Tensor, steps: int) -> Tensor:
-        """Return the updates of all matrices in an unsharded tensor."""
+        """Return the orthogonalized matrices of the unsharded tensor ``whole``."""
         result = torch.empty_like(whole)
         for region, shape in self._matrices_in(parameter):
             matrix = whole[region.slices].reshape(shape)
@@ -165,7 +168,8 @@ class Muon(torch.optim.Optimizer):
                 local[inside].add_(part[inside], alpha=-lr)
 
     def _plan(self, matrices: list[Tensor], groups: list[dict[str, Any]]) -> list[MatrixRound]:
-        """Return the rounds for ``matrices``; planned again only if the matrices change."""
+        """Return the rounds for ``matrices``. They are planned again only if the matrices or
+        ``ns_steps`` change."""
         if not matrices:
             return []
         steps = [group["ns_steps"] for group in groups]
@@ -191,7 +195,7 @@ class Muon(torch.optim.Optimizer):
         local_part(state["momentum_buffer"]).lerp_(local_part(gradient), 1 - group["momentum"])
 
     def _before_iteration(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return this rank's part of the input of the iteration, in bf16."""
+        """Return this rank's shard of the iteration's input, in bf16."""
         update = local_part(self.state[parameter]["momentum_buffer"])
         if group["nesterov"]:
             assert parameter.grad is not None
@@ -201,7 +205,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def iteration_flops(shape: torch.Size, steps: int) -> float:
-    """Return the FLOPs of ``steps`` Newton-Schulz iterations: with the shorter side *k* and the
-    longer side *l*, products of 2·k·k·l twice and 2·k·k·k once per iteration."""
+    """Return the FLOPs of ``steps`` Newton-Schulz iterations. With the shorter side *k* and the
+    longer side *l*, each iteration has two products of 2·k·k·l FLOPs and one of 2·k·k·k FLOPs."""
     shorter, longer = sorted(shape)
     return steps * (4.0 * shorter * shorter * longer + 2.0 * shorter**3)

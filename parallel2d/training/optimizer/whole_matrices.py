@@ -1,12 +1,13 @@
-"""Runs a custom optimizer on unsharded tensors: `whole_matrices`.
+"""`whole_matrices`: runs a custom optimizer on unsharded tensors.
 
 [Note: an optimizer that sees whole tensors] Each parameter group (with ``split=True`` each
-parameter) has an owner, one of the ranks. In a step the owner receives the unsharded parameters and
-gradients, an optimizer of the user's class steps there, and every rank receives its part of the new
-values; see [Note: one owner per matrix] in `matrix_owners.py`. The state of the class is on the
-owners. While the state is saved and after it was loaded, it is in ``WholeMatrices.state`` instead:
-state with the shape of its parameter is sharded like the parameter, all other state is equal on all
-ranks. The next step moves it to the owners.
+parameter) is assigned to one rank, its owner. In a step the owner receives the unsharded parameters
+and gradients, and an optimizer of the user's class updates them there. Every rank then receives its
+shard of the new values; see [Note: one owner per matrix] in `matrix_owners.py`. Between steps, only
+the owners have the state of the class. During a save, and after a load, all ranks have the state in
+``WholeMatrices.state`` instead. There, state with the shape of its parameter is sharded like the
+parameter, and all other state is equal on all ranks. The next step moves the state back to the
+owners.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from parallel2d.parallel.weights.named_tensors import SCALARS
 from parallel2d.parallel.weights.states import TensorEntry
 from parallel2d.training.optimizer.matrix_owners import MatrixOwners, MatrixRound
 
-_EMPTY = "an empty list"  # in saved state
-Tensors = Mapping[int, Tensor]  # by number of the parameter, or of the sent tensor
+_EMPTY = "an empty list"  # stands for an empty list in saved state
+Tensors = Mapping[int, Tensor]  # by number of a parameter or of a sent tensor
 
 
 def whole_matrices(
@@ -46,16 +47,18 @@ def whole_matrices(
     state are collective.
 
     Args:
-        optimizer_class: receives plain tensors, with values and gradients only during ``step``.
+        optimizer_class: class of the optimizer. It receives unsharded tensors, which have values
+            and gradients only during ``step``.
         parameters: the parameters of a parallelized model, or groups of them.
-        split: False: each group has one owner, so that a class may stack its parameters. True:
-            each parameter may have another owner, for classes that treat each parameter separately.
+        split: False: each group has one owner, so that the class may combine the parameters of a
+            group. True: the parameters of a group may have different owners, for classes that
+            update each parameter independently.
         arguments: passed to ``optimizer_class``.
 
     Raises `ConfigError` for parameters on different meshes, for a class with a ``step`` that needs
     a closure, and during a save for state other than tensors, numbers and lists of these.
     """
-    kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # checkpoints store this name
+    kind = type(optimizer_class.__name__, (WholeMatrices,), {})  # checkpoints store the class name
     return kind(optimizer_class, _mapped(parameters, updated_as), split, arguments)
 
 
@@ -64,7 +67,8 @@ _State = dict[tuple[int, str], Any]
 
 
 class WholeMatrices(torch.optim.Optimizer):
-    """Steps a class on unsharded tensors; see [Note: an optimizer that sees whole tensors]."""
+    """Runs the steps of a user's optimizer class on unsharded tensors; see
+    [Note: an optimizer that sees whole tensors]."""
 
     def __init__(self, optimizer_class: Any, given: Any, split: bool, arguments: Any) -> None:
         if needs_closure(optimizer_class):
@@ -74,11 +78,11 @@ class WholeMatrices(torch.optim.Optimizer):
         real: dict[nn.Parameter, Tensor] = {}
 
         def place_of(parameter: Tensor) -> nn.Parameter:
-            # A placeholder without memory; its value is NaN, so that a computation with the
-            # placeholder is noticed.
+            # A placeholder for the parameter: it has the parameter's shape, but the memory of one
+            # element. Its value is NaN, so that an accidental computation with it is noticed.
             value = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
             whole = nn.Parameter(value.expand(parameter.shape), parameter.requires_grad)
-            whole.grad_dtype = None  # any dtype
+            whole.grad_dtype = None  # gradients may have any dtype
             real[whole] = parameter
             return whole
 
@@ -86,9 +90,10 @@ class WholeMatrices(torch.optim.Optimizer):
         self._inner_groups = list(self._inner.param_groups)
         # For each group, the settings that the class has changed in a step
         self._changed: list[set[str]] = [set() for _ in self._inner_groups]
-        # Number of the parameter, in the order of the groups -> its unsharded parameter
+        # Number of a parameter, in the order of the groups -> the parameter that the class sees
         self._wholes: dict[int, nn.Parameter] = {}
-        sets: list[int] = []  # parameters with the same number have the same owner
+        # For each parameter; parameters with equal entries have the same owner
+        sets: list[int] = []
         groups = []
         for group in self._inner_groups:
             groups.append({**group, "params": [real[whole] for whole in group["params"]]})
@@ -110,8 +115,8 @@ class WholeMatrices(torch.optim.Optimizer):
         self._keep_own()
 
     def _keep_own(self) -> None:
-        """Remove parameters of other owners from the class, which then steps only this rank's own
-        parameters and has no state of others."""
+        """Remove the parameters of other owners from the class, so that it has and updates only the
+        parameters that this rank owns."""
         for number in list(self._wholes):
             if not self._owners.is_own(self._owner_of[number]):
                 self._inner.state.pop(self._wholes.pop(number), None)
@@ -149,9 +154,11 @@ class WholeMatrices(torch.optim.Optimizer):
             whole.data = whole.new_empty(()).expand(whole.shape)
 
     def _step_own(self) -> None:
-        """Step the class on the parameters that this rank owns."""
+        """Run a step of the user's class for the parameters that this rank owns."""
         if len(self.param_groups) != len(self._inner_groups):
-            raise ConfigError("whole_matrices takes all parameter groups at once")
+            raise ConfigError(
+                "whole_matrices takes all parameter groups at once; later groups cannot be added"
+            )
         for inner, group in zip(self._inner_groups, self.param_groups, strict=True):
             inner.update(_settings(group))
         if self._wholes:
@@ -165,7 +172,7 @@ class WholeMatrices(torch.optim.Optimizer):
             group.update(_settings(inner))
 
     def _plan(self, tensors: Tensors, owners: Sequence[int]) -> list[MatrixRound]:
-        """Return the rounds that send ``tensors``, each in its own dtype."""
+        """Return the rounds that send ``tensors``. Each dtype has separate rounds."""
         rounds = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
             sent = {}
@@ -176,7 +183,7 @@ class WholeMatrices(torch.optim.Optimizer):
         return rounds
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of any optimizer, with sharded tensors. Collective."""
+        """Return the state as any optimizer does, with sharded tensors. Collective."""
         self.spread_state()
         return super().state_dict()
 
@@ -184,18 +191,21 @@ class WholeMatrices(torch.optim.Optimizer):
     def spread_state(self) -> None:
         """Move the owners' state to ``self.state``, and send the settings that the class has
         changed to all ranks. Collective."""
-        # Reading the state of a parameter creates an empty entry, which does not count.
+        # Reading the state of a parameter may have created an empty entry, so `any` tests the
+        # values.
         if any(self.state.values()):
             return
         own, found, unknown = self._take_own_state()
         settings: dict[int, dict[str, Any]] = {}
         for number, inner in enumerate(self._inner_groups):
             if inner["params"]:
-                # The present value: a scheduler may have changed it after the step.
+                # The current values are sent, because a scheduler may have changed them after the
+                # step.
                 present = self.param_groups[number]
                 settings[number] = {key: present[key] for key in self._changed[number]}
-        # State that cannot be saved must raise on every rank. A rank that raised here would leave
-        # the others in the exchange below, so the rank sends the names and raises after it.
+        # State that cannot be saved must raise an error on every rank. If a rank raised the error
+        # here, the other ranks would wait in the all-gather below. Therefore the rank sends the
+        # names of this state, and all ranks raise the error afterwards.
         found = {} if unknown else found
         for group in self._mesh.get_all_groups() if self._mesh else ():
             for of_rank in all_gather((found, settings, unknown), group):
@@ -212,20 +222,20 @@ class WholeMatrices(torch.optim.Optimizer):
         self._put_state(own, found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as any optimizer does. No communication."""
+        """Load a state as any optimizer does. No communication."""
         self.forget_state(self._parameters.values())
         super().load_state_dict(state_dict)
 
     def forget_state(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the state that the class has of ``parameters``."""
+        """Delete the state that the class has for ``parameters``."""
         dropped = set(map(id, parameters))
         for number, whole in self._wholes.items():
             if id(self._parameters[number]) in dropped:
                 self._inner.state.pop(whole, None)
 
     def _take_own_state(self) -> tuple[_State, _State, set[str]]:
-        """Remove and return the class's state of its parameters; the same state with shapes in
-        place of tensors; and the keys of state that cannot be saved."""
+        """Remove the state of the class, and return three values: this state, the same state with
+        shapes in place of tensors, and the keys of state that cannot be saved."""
         own: _State = {}
         for number, whole in self._wholes.items():
             for key, value in _without_lists(self._inner.state.pop(whole, {})):
@@ -241,7 +251,8 @@ class WholeMatrices(torch.optim.Optimizer):
         return own, found, unknown
 
     def _put_state(self, own: _State, found: _State) -> None:
-        """Fill ``self.state`` with all of ``found``; this rank has the values of its ``own``."""
+        """Fill ``self.state`` with the entries ``found`` of all owners. ``own``: the values that
+        this rank has."""
         sources: dict[int, Tensor] = {}
         targets: dict[int, Tensor] = {}
         owners: list[int] = []
@@ -259,7 +270,7 @@ class WholeMatrices(torch.optim.Optimizer):
         _scatter(self._plan(targets, owners), sources, targets)
 
     def _collect_state(self) -> None:
-        """Move ``self.state`` to the owners. Collective."""
+        """Move ``self.state`` to the class on the owners. Collective."""
         places: list[tuple[int, str]] = []
         sharded: dict[int, Tensor] = {}
         for number, parameter in self._parameters.items():
@@ -307,7 +318,8 @@ def _gather(rounds: Sequence[MatrixRound], tensors: Tensors) -> dict[int, Tensor
 
 
 def _scatter(rounds: Sequence[MatrixRound], wholes: Tensors, targets: Tensors) -> None:
-    """Fill this rank's parts of ``targets`` from the owners' ``wholes``. Collective."""
+    """Fill this rank's shards of ``targets`` from ``wholes``, the unsharded tensors of the owners.
+    Collective."""
     for each in rounds:
         for batch in each.batches:
             for number, part in each.scatter(batch, wholes).items():
@@ -319,8 +331,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield a parameter's state with the elements of a list, such as SOAP's ``Q``, as ``Q[0]``,
-    ``Q[1]``, and an empty list as a string."""
+    """Yield the entries of a parameter's state. The elements of a list, such as ``Q`` of SOAP, are
+    separate entries ``Q[0]``, ``Q[1]``; an empty list is represented by a string."""
     for key, value in entries.items():
         places = {key: value}
         if isinstance(value, list | tuple) and value:
@@ -333,7 +345,8 @@ def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _put(entries: dict[str, Any], key: str, value: Any) -> None:
     """Add an entry from `_without_lists` to a parameter's state."""
-    # After torch's `load_state_dict` it is another string object.
+    # A string stands for an empty list. It is compared by type, because `load_state_dict` copies
+    # it.
     value = [] if isinstance(value, str) else value
     listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
     if listed is None:

@@ -1,2 +1,3 @@
-"""The records of a run: the owner of its directory, each start as a segment, and its end. They
-change only when a start is accepted; a rejected start leaves earlier records unchanged."""
+"""The records of a run in its directory: the owner of the directory, a segment for each start, and
+a summary at the end. A start is one launch of the training command, or a restart of its workers. A
+start that is refused leaves the records unchanged."""

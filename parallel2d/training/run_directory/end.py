@@ -1,4 +1,5 @@
-"""The end of a run: `summarize` writes and returns it, `note_failure` keeps a failure's error."""
+"""The end of a run. `summarize` writes ``summary.json`` and returns the summary for users;
+`note_failure` appends the error of a failed run to ``train.log``."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from parallel2d.training.metrics.metrics_row import read_rows
 SUMMARY = "summary.json"
 _MEASURED = (int, float, type(None))
 _COMMAND = "python -m parallel2d."
-# Commands that start ranks in place of python, by launcher
+# Launcher -> beginning of the command that starts ranks
 _STARTERS = {"torchrun": "torchrun ... -m ", "srun": "srun ... python -m "}
 
 
 def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int]]]:
-    """Return the newest value of each key, and the smallest value of each loss with its step."""
+    """Read ``metrics.jsonl``. Return the newest value of each key, and the smallest value of each
+    loss with its step."""
     last: dict[str, Any] = {}
     best: dict[str, tuple[float, int]] = {}
     path = os.path.join(run_dir, "metrics.jsonl")
@@ -35,7 +37,7 @@ def _read_rows(run_dir: str) -> tuple[dict[str, Any], dict[str, tuple[float, int
             for key in [key for key in row if key.split("/")[-1] == keys.LOSS]:
                 value = files.number(row[key])
                 least, _ = best.setdefault(key, (value, row[keys.STEP]))
-                # Comparisons with NaN are always false, so NaN needs a separate check.
+                # A comparison with NaN is always false, so a NaN in `least` is replaced explicitly.
                 if math.isnan(least) or value < least:
                     best[key] = (value, row[keys.STEP])
     return last, best
@@ -50,20 +52,22 @@ def summarize(
     reason: str | None = None,
     launcher: str = "self",
 ) -> list[str]:
-    """Write ``summary.json`` and return it as lines for users. Rank 0, after the last row.
+    """Write ``summary.json``, and return the summary as lines for users. Called on rank 0 after the
+    last row.
 
     Args:
-        stopped: the run was asked to end before its last step.
+        stopped: True if the run was asked to end before its last step.
         checkpoint: path of the last checkpoint.
-        best: path of the checkpoint with the best value.
-        reason: the run's own reason for its end before the last step.
+        best: path of the best checkpoint.
+        reason: the reason if the run itself ended before its last step, for example by
+            ``train.stop``.
         launcher: as in `RankIdentity`.
     """
     last, best_losses = _read_rows(job.run_dir)
     if not last:
         return []
     objective = job.config.train.objective
-    # JSON lacks NaN: values that are not finite become null.
+    # JSON has no NaN, so losses that are not finite become null.
     measured = {}
     for key, value in last.items():
         if type(value) in _MEASURED:
@@ -146,7 +150,8 @@ def _commands(job: Job, summary: Mapping[str, Any], launcher: str) -> list[str]:
     return lines
 
 
-# Overrides that affect only the beginning of a run, or that get another value
+# Overrides that are not repeated in the command that continues a run: they affect only its
+# beginning, or get another value
 _NOT_AGAIN = (
     *("train.steps=", "train.epochs=", "train.certify", "launch.host_id="),
     *("hydra.run.", "checkpoint.resume=", "checkpoint.load="),
@@ -154,8 +159,8 @@ _NOT_AGAIN = (
 
 
 def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
-    """Return the overrides for the remaining steps if the run was stopped, otherwise for twice the
-    number of steps."""
+    """Return the overrides of the command that continues the run: up to the configured number of
+    steps if the run was stopped, otherwise to twice the number of steps."""
     words = []
     for word in job.overrides:
         if not word.lstrip("+").startswith(_NOT_AGAIN):
@@ -169,9 +174,10 @@ def _resume_overrides(job: Job, summary: Mapping[str, Any]) -> list[str]:
 
 
 def _short(path: str, job: Job) -> str:
-    """Return ``path`` for the user's shell: relative to the shell's folder if this is shorter."""
-    # With hydra.job.chdir=true this process runs in the run directory, and the shell is in another
-    # folder.
+    """Return ``path`` for use in the user's shell: relative to its current folder if the path is
+    below this folder."""
+    # With hydra.job.chdir=true, the current folder of this process is the run directory, and not
+    # the folder of the shell.
     if "://" in path or os.path.realpath(job.run_dir) == os.getcwd():
         return path
     relative = os.path.relpath(path)
@@ -179,7 +185,8 @@ def _short(path: str, job: Job) -> str:
 
 
 def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
-    """Return a part of the summary; empty if no run ended, and for a file of another origin."""
+    """Return the entry ``part`` of the summary. Return an empty dict if the file is missing or
+    invalid."""
     try:
         found = files.read_json(os.path.join(run_dir, SUMMARY))[part]
     except (OSError, ValueError, KeyError, TypeError):
@@ -188,13 +195,14 @@ def _read_summary(run_dir: str, part: str) -> dict[str, Any]:
 
 
 def read_objective(run_dir: str) -> float | None:
-    """Return the last ``train.objective``, NaN if not finite; None if not measured or not ended."""
+    """Return the last value of ``train.objective``: NaN if it is not finite, None if it was not
+    measured or the run has no summary."""
     objective = _read_summary(run_dir, "objective")
     return files.number(objective.get("value")) if objective.get("measured") is True else None
 
 
 def objective_missing(name: str, run_dir: str) -> str:
-    """Return the error for a sweep with a job that has not measured its objective."""
+    """Return the error message for a job of a sweep that has not measured its objective."""
     hint = did_you_mean(name, list(_read_summary(run_dir, "last")))
     return (
         f"train.objective={name} was never measured, so the sweep cannot judge the job{hint}; "

@@ -1,16 +1,17 @@
-"""The ownership of a run directory: `OwnershipLock`, and `wait_for_owner` of a later start.
+"""The ownership of a run directory: `OwnershipLock`. A later start calls `wait_for_owner`.
 
-[Note: two halves of a job] When a network splits, both halves may continue as the survivors of the
-job, and write rows and checkpoints of one run: the rendezvous cannot reach a node that is cut off.
-Therefore every start first writes its ownership lock into the run directory, and rank 0 checks at
-every step that the lock still has its token. The half that started first ends, and joins the other
-half once it can reach it.
+[Note: two halves of a job] If the network splits, each half of a job may regard itself as the
+survivors, restart its ranks, and write rows and checkpoints of the same run. The rendezvous cannot
+prevent this, because it cannot reach the nodes of the other half. Therefore every start writes its
+ownership lock with a new token into the run directory, and rank 0 checks in every step that the
+lock still has its token. The half with the older token ends, and joins the other half when the
+network works again.
 
 [Note: a second start] A user or a scheduler may start the same command twice. The later start
-writes a request into the run directory and waits. The earlier start reads the request in its next
-step, saves, ends, and marks its lock as ended; then the later start restores that checkpoint. An
-owner that is gone is not waited for: its process has ended on this machine, or the time of
-``owner.json``, its heartbeat, is old.
+writes a request into the run directory and waits. In its next step, the earlier start reads the
+request, saves, ends, and marks its lock as ended. The later start then restores that checkpoint.
+The later start does not wait for an owner that has failed: its process has ended on this machine,
+or its heartbeat (the modification time of ``owner.json``) is old.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from parallel2d.base.files.private_folders import process_identity
 
 _OWNER, _REQUEST = "owner.json", "takeover.json"
 _HEARTBEAT_S = 5.0
-_STALE_S = 20.0  # age of the heartbeat of an owner that is gone
-# Below the 300 s for which the other ranks wait for rank 0
+_STALE_S = 20.0  # an owner with an older heartbeat has failed
+# Less than the 300 s for which the other ranks wait for rank 0
 _LONGEST_WAIT_S = 240.0
 
 
 def has_owner(run_dir: str) -> bool:
-    """True if a start of a run has taken this directory."""
+    """True if a start has written an ownership lock into this directory."""
     return os.path.exists(os.path.join(run_dir, _OWNER))
 
 
@@ -44,10 +45,12 @@ class RunTakenOver(PlainError):  # noqa: N818  (an event, which need not be an e
 
 
 class OwnershipLock:
-    """Rank 0's ownership lock on the run directory; inactive before `take` and on other ranks.
+    """Rank 0's ownership lock on the run directory. The methods have no effect before `take`, nor
+    on other ranks.
 
     Args:
-        saves: the start saves checkpoints, and can therefore give way without a loss.
+        saves: True if this start saves checkpoints, so that it can end for a later start without
+            losing steps.
     """
 
     def __init__(self, run_dir: str, saves: bool = True) -> None:
@@ -57,13 +60,14 @@ class OwnershipLock:
         self._last_heartbeat = 0.0
 
     def take(self) -> None:
-        """Take the directory from its present owner. Raises OSError if it is not writable."""
+        """Become the owner of the directory, in place of the current owner. Raises OSError if the
+        directory is not writable."""
         self._mark |= _this_process()
         files.replace(self._path, json.dumps(self._mark))
         self._seen = _identity(self._path)
 
     def refuse_live_owner(self) -> None:
-        """Raise `ConfigError` if another start that still trains owns the directory."""
+        """Raise `ConfigError` if another start owns the directory and still trains."""
         owner = _read(self._path)
         if _is_live(self._run_dir, owner):
             raise ConfigError(
@@ -72,10 +76,10 @@ class OwnershipLock:
             )
 
     def check(self) -> None:
-        """Raise `RunTakenOver`, naming the new owner, if the lock has another token.
+        """Raise `RunTakenOver`, with the name of the new owner, if the lock has another token.
 
-        Reads the file only if its inode or its time has changed, since the loop calls this before
-        every row and every checkpoint.
+        The method reads the file only if its inode or its modification time has changed, because
+        the loop calls the method before every row and every checkpoint.
         """
         if self._seen is None:
             return
@@ -89,7 +93,7 @@ class OwnershipLock:
             return
         known = mark if isinstance(mark, dict) else {}
         if known.get("token") == self._mark["token"]:
-            self._seen = identity  # a heartbeat
+            self._seen = identity  # only the heartbeat has changed
             return
         raise RunTakenOver(
             f"{_named(known)} has taken over {self._run_dir}: this one ends without writing "
@@ -97,16 +101,17 @@ class OwnershipLock:
         )
 
     def requester(self) -> str | None:
-        """Return the name of a start that waits for this one to save and end; None without one, and
-        on ranks without the lock."""
+        """Return the name of a later start that waits for this start to save and end. Return None
+        if no start waits, and on ranks without the lock."""
         if self._seen is None:
             return None
         request = os.path.join(self._run_dir, _REQUEST)
-        # lstat, because most steps have no request.
+        # A cheap check first, because in most steps no request exists.
         return _named(_read(request)) if os.path.lexists(request) else None
 
     def send_heartbeat(self) -> None:
-        """Set the time of the lock, at most once in 5 s. Other threads may call it."""
+        """Update the modification time of the lock, at most once in 5 s. Other threads may call
+        this method."""
         if self._seen is None or time.monotonic() - self._last_heartbeat < _HEARTBEAT_S:
             return
         self._last_heartbeat = time.monotonic()
@@ -114,7 +119,7 @@ class OwnershipLock:
             os.utime(self._path)
 
     def release(self) -> None:
-        """Mark the lock as ended, after the last write of this start."""
+        """Mark the lock as ended. Called after the last write of this start."""
         if self._seen is None or _read(self._path).get("token") != self._mark["token"]:
             return
         self._seen = None
@@ -125,10 +130,10 @@ class OwnershipLock:
 def wait_for_owner(
     run_dir: str, log: Callable[[str], object], limit_s: float = _LONGEST_WAIT_S
 ) -> None:
-    """Wait until an earlier start that still trains in ``run_dir`` has saved and ended; see [Note:
-    a second start].
+    """If an earlier start still trains in ``run_dir``, wait until it has saved and ended; see
+    [Note: a second start].
 
-    Raises `ConfigError` for an earlier start that saves no checkpoints, or that has not ended after
+    Raises `ConfigError` if the earlier start saves no checkpoints, or has not ended after
     ``limit_s`` seconds.
     """
     path, request = os.path.join(run_dir, _OWNER), os.path.join(run_dir, _REQUEST)
@@ -150,10 +155,10 @@ def wait_for_owner(
                     f"{where} and has not saved and ended within {limit_s:g} s: end it before "
                     "this one, or set another hydra.run.dir"
                 )
-            if not os.path.lexists(request):  # another start may have deleted it
+            if not os.path.lexists(request):  # another start may have deleted the request
                 files.replace(request, json.dumps(_this_process()))
             time.sleep(0.1)
-            owner = _read(path)  # the first rank of the earlier start may change
+            owner = _read(path)  # after a failure, another rank may have taken the lock
     finally:
         delete_request(run_dir)
 
@@ -174,7 +179,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _named(mark: dict[str, Any]) -> str:
-    """Name the start that has written a mark."""
+    """Return the name of the start that has written ``mark``, for messages."""
     shown = []
     for key in ("host", "process", "time"):
         shown.append(files.printable(mark.get(key)))
@@ -183,7 +188,7 @@ def _named(mark: dict[str, Any]) -> str:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return a mark; empty for a file that is missing or is not a mark."""
+    """Read a lock or a request. Return an empty dict if the file is missing or invalid."""
     with contextlib.suppress(OSError, ValueError):
         mark = files.read_json(path)
         if isinstance(mark, dict):
@@ -192,7 +197,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _is_live(run_dir: str, owner: dict[str, Any]) -> bool:
-    """True if the owner is another process that still trains."""
+    """True if the owner is another process, and still trains."""
     theirs, own = owner.get("identity"), process_identity(os.getpid())
     if "ended" in owner or not isinstance(theirs, str) or theirs == own:
         return False
@@ -206,12 +211,13 @@ def _is_live(run_dir: str, owner: dict[str, Any]) -> bool:
 
 
 def _heartbeat_age(run_dir: str) -> float:
-    """Return the seconds since the last heartbeat of the owner, by the clock of the file system."""
+    """Return the seconds since the owner's last heartbeat, measured by the clock of the file
+    system."""
     probe = os.path.join(run_dir, f"{_REQUEST}.{os.getpid()}")
     try:
         with open(probe, "w", opener=files.regular) as file:
             now = os.fstat(file.fileno()).st_mtime
-        # An open file has its present time, also on a network file system.
+        # For an open file, a network file system returns the current modification time.
         with files.open_regular(os.path.join(run_dir, _OWNER)) as file:
             return now - os.fstat(file.fileno()).st_mtime
     except OSError:

@@ -1,12 +1,13 @@
-"""The starts of a run: `accept_start` records a start after all checks have passed, `read_segments`
-reads the records, `changes_since` compares two starts.
+"""The starts of a run. `accept_start` records a start after all checks have passed, `read_segments`
+reads the records, and `changes_since` compares two starts.
 
-``segments.jsonl`` has one line per start; rows of ``metrics.jsonl`` refer to it by its number.
+``segments.jsonl`` has one line, a segment, for each start. Rows of ``metrics.jsonl`` contain the
+number of their segment.
 
-[Note: pending records] Hydra writes the composed configuration before any check. Hydra writes into
-a separate folder, which replaces ``.hydra`` when the start is accepted and is removed when the
-start is refused. Therefore ``.hydra``, ``layout.json`` and ``owner.json`` always describe the last
-start that was accepted and had steps to train.
+[Note: pending records] Hydra writes the composed configuration before any check of the start.
+Therefore Hydra writes it to a separate folder. When the start is accepted, this folder replaces
+``.hydra``; when the start is refused, the folder is removed. Thus ``.hydra``, ``layout.json`` and
+``owner.json`` always describe the last start that was accepted and had steps to train.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from parallel2d.training.run_directory.end import SUMMARY
 from parallel2d.training.run_directory.ownership import OwnershipLock, delete_request
 
 _SEGMENTS = "segments.jsonl"
-_LONGEST_LINE = 1 << 22  # bytes; a layout lists every rank
+_LONGEST_LINE = 1 << 22  # bytes; a line is long, because a layout lists every rank
 _LARGEST_FILE = 1 << 27
 _MOST_SEGMENTS = 10_000
 _LONGEST_VALUE = 60  # characters of a setting in a list of changes
@@ -41,21 +42,21 @@ _LONGEST_VALUE = 60  # characters of a setting in a list of changes
 
 @dataclass(frozen=True)
 class Segment:
-    """One start of a run: by a user or a scheduler, or by workers that replace others."""
+    """One start of a run: by a user or a scheduler, or by workers that replace failed workers."""
 
     number: int  # from 1
-    first_step: int  # the first step that it trains
-    restarted: bool  # its workers replaced other workers of the same job
+    first_step: int  # the first step of this start
+    restarted: bool  # True if its workers replaced other workers of the same job
     begun: str  # local time
-    begun_s: float = 0.0  # the same time as of `time.time`
+    begun_s: float = 0.0  # the same time, in seconds of `time.time`
     certified: bool = False  # True after a parity check before the first step
-    command: tuple[str, ...] = ()  # the overrides of the command line
+    command: tuple[str, ...] = ()  # overrides on the command line
     config: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)  # as in layout.json
     versions: dict[str, str] = field(default_factory=dict)
 
 
-# Required types in a line, which may have any origin
+# Required types of the fields in a line, because the file is untrusted
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "restarted": bool,
     "certified": bool,
@@ -67,8 +68,9 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def read_segments(run_dir: str) -> list[Segment]:
-    """Read the segments in chronological order; empty without a file, as in older runs. A line that
-    is not a segment, such as an incomplete line after a kill, is skipped. Raises OSError."""
+    """Read the segments in chronological order. Invalid lines, such as the incomplete line of a
+    killed process, are skipped. Return an empty list if the file does not exist. Raises OSError for
+    a file that is too large or cannot be read."""
     found: list[Segment] = []
     try:
         file = files.open_regular(os.path.join(run_dir, _SEGMENTS))
@@ -85,7 +87,8 @@ def read_segments(run_dir: str) -> list[Segment]:
 
 
 def _segment(value: Any) -> Segment:
-    """Convert JSON to a segment. Raises ValueError, TypeError or KeyError if it is not one."""
+    """Convert JSON to a segment. Raises ValueError, TypeError or KeyError if ``value`` is not a
+    segment."""
     known = set()
     for item in dataclasses.fields(Segment):
         known.add(item.name)
@@ -102,7 +105,8 @@ def _segment(value: Any) -> Segment:
 def _append(run_dir: str, segment: Segment) -> None:
     line = json.dumps(dataclasses.asdict(segment), default=str).encode() + b"\n"
     with open(os.path.join(run_dir, _SEGMENTS), "ab+", opener=files.regular) as file:
-        # After a kill the last line may lack its end; a new line must not continue it.
+        # If a process was killed, the last line may be incomplete. The new line must not be
+        # appended to it.
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
@@ -111,7 +115,8 @@ def _append(run_dir: str, segment: Segment) -> None:
 
 
 def changes_since(before: Segment, now: Segment) -> list[str]:
-    """Return lines such as ``optimizer.lr: 0.0003 -> 0.0001``: settings, mesh and versions."""
+    """Return lines such as ``optimizer.lr: 0.0003 -> 0.0001`` for changed settings, mesh sizes and
+    versions."""
     old, new = _facts(before), _facts(now)
     changed = []
     for key in {**old, **new}:
@@ -124,7 +129,7 @@ def changes_since(before: Segment, now: Segment) -> list[str]:
 
 
 def _facts(segment: Segment) -> dict[str, Any]:
-    """Return settings by their full key, sizes of the mesh, and versions."""
+    """Return the settings by their full keys, the mesh sizes, and the versions."""
     facts = dict(flat(segment.config))
     facts.pop("launch.host_id", None)  # differs between machines
     sizes = segment.layout.get("mesh")
@@ -135,7 +140,7 @@ def _facts(segment: Segment) -> dict[str, Any]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested settings by their full key."""
+    """Yield (full key, value) for each value in nested settings."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -144,14 +149,15 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _shown(value: Any) -> str:
-    """Format a value as on a command line, shortened."""
+    """Format a value as on a command line, and shorten it."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return files.printable(text, _LONGEST_VALUE)
 
 
 log = logging.getLogger(__name__)
 
-_RECORDS, _PENDING = ".hydra", ".hydra-pending-"  # the second is a prefix, as in conf/train.yaml
+# The second is a prefix of folder names, as in conf/train.yaml
+_RECORDS, _PENDING = ".hydra", ".hydra-pending-"
 
 
 @dataclass(frozen=True)
@@ -160,36 +166,38 @@ class AcceptedStart:
 
     segment: Segment
     before: Segment | None  # the start that this start continues
-    changes: tuple[str, ...]  # lines with the differences from that start
-    begun_before_s: float  # begin of the run's previous start, as of `time.time`; 0: none
+    changes: tuple[str, ...]  # lines of `changes_since` with ``before``
+    begun_before_s: float  # time at which the run's previous start began; 0 without one
 
 
 def accept_start(
     job: Job, layout: dict[str, Any], finished_steps: int, ownership: OwnershipLock
 ) -> AcceptedStart:
-    """Accept a start: take ``ownership`` and replace the records in the directory of ``job``.
+    """Accept a start: take ``ownership``, and replace the records in the run directory of ``job``.
 
-    Runs only on rank 0, before it writes anything else there.
+    Runs only on rank 0, before any other write to this directory.
 
     Args:
         layout: the facts for ``layout.json``.
         finished_steps: finished steps of the restored run; 0 for a new run.
         ownership: the lock of the run directory.
 
-    Raises OSError, and `ConfigError` for records that are too large or not regular files, and for a
-    directory that another start has taken since this one began.
+    Raises OSError if the directory is not writable. Raises `ConfigError` for records that are too
+    large or not regular files, and if another start has meanwhile taken the directory.
     """
     run_dir = job.run_dir
     try:
         earlier = read_segments(run_dir)
     except OSError as error:  # too large, or not a regular file
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    # Restarted ranks may be half of a job whose network has split; the other half may be live.
+    # Restarted ranks may be one half of a job whose network has split, and must take over the
+    # directory although the other half may still train.
     if not job.restarted:
         ownership.refuse_live_owner()
     certified = job.certified
     if job.restarted and earlier:
-        # Restarted workers may have a different layout, for which the certificate does not hold.
+        # The layout of restarted workers may differ from the layout that the parity check has
+        # tested.
         last = earlier[-1]
         same = []
         for key in ("mesh", "ranks", "strategy"):
@@ -211,10 +219,11 @@ def accept_start(
             "python": platform.python_version(),
         },
     )
-    # Every operation that may reject this start has succeeded. The lock comes first: a half of the
-    # job that is cut off checks it before each write, so that it stops before the records below
-    # describe this start. The segment follows, because rows refer to it by its number; the files
-    # after it only describe the start, and a crash between them loses no training.
+    # All checks that may refuse this start have passed. The lock is written first. If the other
+    # half of a split job still trains, it checks the lock before each write, and therefore stops
+    # before the records below describe this start. The segment is written next, because rows
+    # contain its number. The later files only describe the start, so a crash between their writes
+    # loses no training.
     ownership.take()
     delete_request(run_dir)
     _append(run_dir, segment)
@@ -234,12 +243,12 @@ def accept_start(
 def _own_version() -> str:
     try:
         return metadata.version("parallel2d")
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # not installed, imported from its sources
         return "unknown"
 
 
 def _start_before(job: Job, earlier: list[Segment], finished_steps: int) -> Segment | None:
-    """Return the start that the new start continues: of this run, or of the run in
+    """Return the start that the new start continues: the last start of this run, or of the run in
     ``checkpoint.resume``."""
     if not finished_steps:
         return None
@@ -247,7 +256,7 @@ def _start_before(job: Job, earlier: list[Segment], finished_steps: int) -> Segm
         return earlier[-1]
     named = os.path.realpath(job.config.checkpoint.resume)
     checkpoints = os.path.dirname(named)
-    # A run, its folder of checkpoints, or a checkpoint in it
+    # The path may be a run directory, its folder of checkpoints, or one checkpoint in this folder
     for folder in (named, checkpoints, os.path.dirname(checkpoints)):
         with contextlib.suppress(OSError):
             if found := read_segments(folder):
@@ -257,11 +266,12 @@ def _start_before(job: Job, earlier: list[Segment], finished_steps: int) -> Segm
 
 def _publish_pending(run_dir: str, name: str) -> None:
     pending, records = os.path.join(run_dir, name), os.path.join(run_dir, _RECORDS)
-    # A restart has no pending records, and hydra.output_subdir may name another folder.
+    # A restart has no pending records, and a user may have set hydra.output_subdir to another
+    # folder.
     if not name.startswith(_PENDING) or not os.path.isdir(pending):
         return
-    # Two renames replace the folder, so that `.hydra` is never half old and half new. A crash
-    # between them leaves both folders, and the next start repeats the replacement.
+    # Two renames replace the folder, so that `.hydra` never contains a mix of old and new files. A
+    # crash between the renames leaves both folders, and the next start repeats the replacement.
     aside = f"{records}-before"
     files.remove_tree(aside)
     with contextlib.suppress(FileNotFoundError):
@@ -271,6 +281,7 @@ def _publish_pending(run_dir: str, name: str) -> None:
 
 
 def discard_pending(job: Job) -> None:
-    """Remove Hydra's pending records of ``job``, if they exist, after its refusal."""
+    """Remove Hydra's pending records of ``job``, if they exist. Called after the start was
+    refused."""
     if job.records.startswith(_PENDING):
         files.remove_tree(os.path.join(job.run_dir, job.records))

@@ -92,7 +92,7 @@ def hand_written(strategy: str, device: torch.device, precision: str, compiled: 
     computes = torch.bfloat16 if precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(computes, torch.float32)
     for block in [*model.layers, model]:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     return model
 
 

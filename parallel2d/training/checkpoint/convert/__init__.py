@@ -1,7 +1,9 @@
-"""Weights in other formats: `open_source` reads them, `convert` writes them, one tensor at a time.
+"""Converts weights between formats: `open_source` reads them and `convert` writes them, one tensor
+at a time.
 
-The target is complete or absent: it is written next to its final path and renamed. An existing
-target is never overwritten. Our format, ``torch.save`` and safetensors also store optimizer state.
+The target is written under a temporary name and renamed when it is complete. An existing target is
+never overwritten. Our format, ``torch.save`` files and safetensors files can also store optimizer
+state.
 """
 
 from __future__ import annotations
@@ -44,10 +46,13 @@ def open_source(path: str) -> Source:
     if os.path.isfile(path):
         status = os.stat(path)
         stored = status.st_blocks * 512
-        # A sparse file would turn a few bytes into many. Some file systems do not count blocks.
+        # A sparse file could be read as far more bytes than it occupies. Some file systems do not
+        # count blocks.
         if status.st_blocks > 1 and status.st_size > 4 * stored + 2**20:
             sizes = f"{status.st_size} bytes, of which {stored} are on the disk"
-            raise ConfigError(f"{path} has {sizes}: no writer of weights leaves such holes")
+            raise ConfigError(
+                f"{path} has {sizes}: it is a sparse file, which no program saves weights to"
+            )
         if path.endswith(".safetensors"):
             return formats.read_safetensors(path)
         if path.endswith(_TORCH):
@@ -92,11 +97,11 @@ def convert(
             their dtypes.
         optimizer: write the optimizer state too.
         average: write the EMA weights instead of the weights.
-        shard_bytes: size of a file in a folder; further data goes into the next file.
+        shard_bytes: size above which a new file is started, for formats with several files.
         arguments: ``given`` of `write_model`.
         progress: called with the bytes read since the last call.
 
-    Raises `ConfigError`: the target exists, or the source lacks data that the format needs.
+    Raises `ConfigError` if the target exists, or if the source lacks data that the format needs.
     """
     if os.path.lexists(target):
         raise ConfigError(f"{target} exists already and is not overwritten")
@@ -130,8 +135,9 @@ def _names(source: Source, kind: str, what: str) -> list[str]:
 def _chosen(
     source: Source, dtype: str | None, optimizer: bool, average: bool, progress: Progress | None
 ) -> Source:
-    """Select the tensors of ``source`` to write, widest dtypes first, with weights converted to
-    ``dtype``; without ``optimizer``, the facts describe only the weights."""
+    """Return a source with only the tensors to write, widest dtypes first. Weights are converted to
+    ``dtype`` when they are read. Without ``optimizer``, the step, the state and the optimizer's
+    settings are removed."""
     weights = _names(source, "model", "weights")
     kinds = ["model", "optimizer"] if optimizer else ["model"]
     tensors = {name: source.tensors[name] for name in names_under(kinds, source.tensors)}
@@ -162,15 +168,15 @@ def _chosen(
 
 @contextlib.contextmanager
 def _published(target: str) -> Iterator[str]:
-    """Yield a path next to ``target``, and rename it to ``target`` at the end unless an error
-    occurred."""
+    """Yield a temporary path in the same folder as ``target``, and rename it to ``target`` at the
+    end if no error occurred."""
     parent, name = os.path.split(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     place = os.path.join(parent, f".converting-{name}-{os.urandom(4).hex()}")
     try:
         yield place
-        # One rename publishes the target. Its files are flushed before, and the name after the
-        # rename, so that a crash leaves a complete target or none.
+        # The rename publishes the target. Its files are flushed before the rename, and the parent
+        # folder afterwards, so that a crash leaves either a complete target or none.
         if os.path.isdir(place):
             flush_folder(place)
         os.rename(place, target)

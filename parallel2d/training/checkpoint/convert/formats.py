@@ -40,7 +40,8 @@ from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import LocalStore
 
-# JSON facts that files of other formats store next to the tensors, with their types.
+# Fields of a `Manifest` that files of other formats store as JSON next to the tensors, with their
+# types
 _FACTS = {
     "step": int,
     "state": dict,
@@ -53,7 +54,7 @@ _FACTS = {
 
 @dataclass
 class Source:
-    """Weights to convert, with the facts of a `Manifest`."""
+    """Weights to convert, with fields of their `Manifest` (see `_FACTS`)."""
 
     kind: str
     # (dtype name, shape) by name in our format: ``model/...``, ``optimizer/...``, ``ema/...``
@@ -73,7 +74,8 @@ class Source:
         """Write one safetensors file.
 
         Args:
-            names: name -> name in the file, widest dtypes first, so that packed values are aligned.
+            names: name -> name in the file. The widest dtypes must come first, so that all values
+                are aligned.
         """
         described = []
         for name, stored in names.items():
@@ -93,7 +95,8 @@ def _values_of(tensor: Tensor) -> memoryview:
 
 
 def facts_in(text: Any, what: str) -> dict[str, Any]:
-    """Parse the result of `Source.facts_text`; files of other writers give an empty dict."""
+    """Parse the result of `Source.facts_text`. Returns an empty dict if ``text`` is not a string,
+    as in files of other writers."""
     if not isinstance(text, str):
         return {}
     content = tensor_file.parse_json(text.encode(), f"{what}: metadata")
@@ -120,7 +123,7 @@ def _check_kinds(facts: Mapping[str, Any]) -> Iterator[tuple[object, str]]:
 
 def read_ours(path: str) -> Source:
     """Open and verify the checkpoint at a path or address."""
-    # Read without mmap: a mapping would gradually keep all files in memory instead of one tensor.
+    # The files are not mapped, because the memory of a mapping would grow to the size of all files.
     checkpoint = Checkpoint.open(path, mapped=False)
     checkpoint.verify()
     described = {}
@@ -144,7 +147,7 @@ def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
     for name, (dtype, shape) in source.tensors.items():
         region = Region.of_shape(shape)
         size = region.numel * DTYPES[dtype].itemsize
-        # A tensor larger than a file gets a separate file.
+        # A tensor that does not fit into the current file starts a new file.
         if size > room:
             file = f"part-{len(files):05d}.safetensors"
             files[file] = []
@@ -166,11 +169,12 @@ def write_ours(source: Source, folder: str, shard_bytes: int) -> None:
 
 
 def read_safetensors(path: str) -> Source:
-    """Open a safetensors file of any writer; files of ours have the facts in their header."""
+    """Open a safetensors file of any writer. Files that this package has written have the fields of
+    `_FACTS` in their header."""
     folder, name = os.path.split(path)
     source = LocalFolder(folder or ".", mapped=False).source(name)
     header, metadata = tensor_file.read_file(source, name)
-    # In such a file only the names of optimizer state have a prefix.
+    # In a safetensors file, only the names of optimizer state have a prefix.
     places = {}
     for flat, entry in header.items():
         places[flat if flat.startswith("optimizer/") else f"model/{flat}"] = source, entry
@@ -178,7 +182,7 @@ def read_safetensors(path: str) -> Source:
 
 
 def write_safetensors(source: Source, path: str) -> None:
-    """Write one safetensors file with the facts in its header."""
+    """Write one safetensors file with the fields of `_FACTS` in its header."""
     names = {}
     for name in source.tensors:
         names[name] = name.removeprefix("model/")
@@ -188,7 +192,8 @@ def write_safetensors(source: Source, path: str) -> None:
 def source_of(
     kind: str, places: Mapping[str, tuple[ByteSource, Entry]], facts: Mapping[str, Any]
 ) -> Source:
-    """Return the tensors at these places in safetensors files."""
+    """Return a source with tensors of safetensors files. ``places``: the file and the header entry
+    of each tensor, by name."""
     described = {name: (entry.dtype, entry.shape) for name, (_, entry) in places.items()}
 
     def read(name: str) -> Tensor:
@@ -199,22 +204,24 @@ def source_of(
     return Source(kind, described, read, **facts)
 
 
-# Largest total size of the tensors as a multiple of the file size (tensors may share bytes), and a
-# total size that is always allowed.
+# Tensors may share bytes of the file. Their total size may be at most this multiple of the file
+# size; a total of `_SMALL` bytes is always allowed.
 _REPEATED, _SMALL = 4, 2**20
 
 
 def read_torch(path: str) -> Source:
-    """Open a mapped file of any writer. Raises `ConfigError` unless it contains only weights.
+    """Open a ``torch.save`` file of any writer, mapped from disk. Raises `ConfigError` unless it
+    contains only weights.
 
-    ``torch.load(weights_only=True)`` builds tensors and plain containers and rejects everything
-    else. A file can still request any amount of memory or time: a few bytes can name an array of
-    terabytes, or a key that takes years to hash. Therefore a child process with limits opens the
-    file first.
+    ``torch.load(weights_only=True)`` accepts only tensors and built-in containers. A file can still
+    demand unlimited memory or time: a few bytes can describe an array of terabytes, or a key that
+    takes years to hash. Therefore a child process with limits on memory and time opens the file
+    first.
     """
 
     def open_alone() -> None:
-        # A fork has none of the threads of torch's pool, for which an operation would wait.
+        # A forked process lacks the threads of torch's pool, and an operation that uses them would
+        # wait forever.
         torch.set_num_threads(1)
         _open(path)
 
@@ -223,7 +230,8 @@ def read_torch(path: str) -> Source:
     described = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        # Weights with the same storage are tied. An empty tensor has no address to compare.
+        # Weights with the same address and layout are tied. Empty tensors have no address to
+        # compare.
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         shared = tensor.numel() and name.startswith("model/")
         if shared and first.setdefault(place, name) != name:
@@ -237,7 +245,7 @@ def read_torch(path: str) -> Source:
 
 
 def _open(path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a ``torch.save`` file by name, and the fields of its manifest."""
+    """Return the tensors of a ``torch.save`` file by name, and its fields of `_FACTS`."""
     label, size = os.path.basename(path), os.path.getsize(path)
     tensors, facts = _interpret(load_torch(path), label)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -254,19 +262,20 @@ def load_torch(path: str) -> Any:
     that cannot be read without executing code."""
     try:
         with open(path, "rb") as file:
-            # torch before 1.6 wrote a single stream. torch's reader distinguishes the two formats
-            # in the same way.
+            # torch before 1.6 did not write zip archives. torch's reader distinguishes the two
+            # formats in the same way.
             is_archive = file.read(4) == b"PK\x03\x04"
         if is_archive:
             with zipfile.ZipFile(path) as archive:
-                # torch would interpret compressed bytes as values.
+                # With mmap, torch would interpret compressed bytes as values.
                 if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
                     raise ValueError("it is a compressed archive, which torch.save does not write")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rejected file gets a single error
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except Exception as error:  # torch's reader may raise anything
-        # torch's message first advises to load the file without these checks; drop that advice.
+        # torch's message also advises to load the file without these checks. This advice is
+        # removed.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or str(error)
         line = (reason or type(error).__name__).splitlines()[0]
         text = re.split(r"\. (?:In PyTorch|This file|Please)", line)[0]
@@ -277,7 +286,8 @@ def load_torch(path: str) -> Any:
 
 
 def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and facts of a ``state_dict``, or of a dict with one as ``model``."""
+    """Return the tensors and the fields of `_FACTS` in ``content``: a model's ``state_dict``, or a
+    dict with this ``state_dict`` as ``model``."""
     facts: dict[str, Any] = {}
     model, moments = content, {}
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
@@ -298,7 +308,7 @@ def _interpret(content: Any, label: str) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's ``state_dict``, named after its parameters."""
+    """Return the tensors of an optimizer's ``state_dict``, named by key and parameter."""
     if optimizer is None:
         return {}
     found = {}
@@ -316,11 +326,12 @@ def _optimizer_by_name(optimizer: Any, names: Any) -> dict[str, Tensor]:
 
 
 def write_torch(source: Source, path: str) -> None:
-    """Write a plain ``state_dict``; with optimizer state, a dict of both states, as
-    ``load_state_dict`` takes them, and the parameter names for the optimizer's numbers."""
+    """Write the model's ``state_dict``. With optimizer state, write a dict with both states in the
+    form of ``load_state_dict``, and with the names of the optimizer's numbered parameters."""
     model, names = {}, {}
     state: dict[str, dict[str, Any]] = {}
-    # Fake tensors have no values: torch reserves room for them in the file.
+    # The model is saved with fake tensors, which have no values: torch only reserves space in the
+    # file.
     with FakeTensorMode():
         for full, (dtype, shape) in source.tensors.items():
             fake = torch.empty(shape, dtype=DTYPES[dtype])
@@ -340,7 +351,8 @@ def write_torch(source: Source, path: str) -> None:
         # torch derives a name in the archive from the file name, which fails for `.name`.
         with open(path, "wb") as file:
             torch.save(content, file)
-    # torch numbers values in the order of their first occurrence; tied tensors occur again.
+    # torch numbers the tensors in the order of their first occurrence. Tied tensors occur more than
+    # once.
     fakes = dict.fromkeys(map(id, filter(torch.is_tensor, tree_leaves(content))))
     with zipfile.ZipFile(path, "a") as archive, open(path, "r+b") as file:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -360,7 +372,8 @@ def write_torch(source: Source, path: str) -> None:
 
 
 def _numbered(optimizer: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return an optimizer's ``state_dict`` with numbered parameters, and their names in order."""
+    """Return an optimizer's ``state_dict``, which refers to parameters by number, and the parameter
+    names in this order."""
     names: list[str] = []
     groups: list[dict[str, Any]] = []
     for group in optimizer.get("groups", []):

@@ -1,8 +1,8 @@
-"""Folders of ``transformers`` and ``peft``: `read_llama`, `write_model`, `write_adapter`.
+"""Reads and writes folders of ``transformers`` and ``peft``: `read_llama`, `write_model`,
+`write_adapter`.
 
-The settings of a folder or checkpoint may have any origin. These settings are checked before a
-library builds a model from them, without values. Nothing is downloaded, and no code of a folder is
-run.
+The settings in a folder or checkpoint are treated as untrusted: they are checked before a library
+builds a model on meta from them. Nothing is downloaded, and no code from a folder is executed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from parallel2d.parallel.weights.pretrained import has_weights, read_headers
 from parallel2d.training.checkpoint.convert.formats import Source, source_of
 from parallel2d.training.checkpoint.storage import as_config_error
 
-# Our Llama and the library's. The weights are equal: both rotate the two halves of a head.
+# Names in our Llama -> names in the library's Llama. The weights need no conversion, because both
+# models apply the rotary embedding to the two halves of a head.
 _TOP = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -62,11 +63,12 @@ _SIZES = {
     "embedding.weight": ("vocab_size", "dim"),
     "layers.0.feed_forward.w1.weight": ("hidden_dim",),
 }
-# Settings without an argument in our model, and a rotary embedding with scaling.
+# Settings of the library that must have the values that follow from our model's arguments
 _FIXED = ("attention_bias", "mlp_bias", "hidden_act", "head_dim", "rope_parameters")
-# Keys that `write_model` takes to override paths in the checkpoint of a ``model=hf`` run.
+# Keys of ``given`` in `write_model` that replace paths in the checkpoint of a ``model=hf`` run
 _MOVED = ("path", "tokenizer")
-# Files that the library reads next to weights and config.json; none is code or a pickle.
+# Files that the library reads in addition to the weights and config.json. None of them is code or a
+# pickle.
 _NO_TOKENIZER = ("generation_config.json", "preprocessor_config.json")
 _BESIDE = re.compile(
     r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)"
@@ -95,7 +97,8 @@ def read_llama(path: str) -> Source:
         if name not in headers:
             problems.append(f"{name} is missing")
     for name in sorted(headers.keys() - {*names.values(), "lm_head.weight"}):
-        # Folders may also store copies of tied weights, and tables that are computed, not trained.
+        # A folder may also contain copies of tied weights, and tables of the rotary embedding,
+        # which are not trained.
         if not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"{printable(name)} is unknown")
     if problems:
@@ -107,8 +110,8 @@ def read_llama(path: str) -> Source:
 
 
 def _arguments_of(config: Any) -> dict[str, Any]:
-    """Convert the library's configuration to our arguments. Raises ValueError for a model that our
-    Llama cannot represent."""
+    """Convert the library's configuration to the arguments of our Llama. Raises ValueError for a
+    model that our Llama cannot represent."""
     if config.model_type != "llama":
         raise ValueError(f"a {config.model_type} cannot be converted, only a llama")
     arguments: dict[str, Any] = {}
@@ -127,8 +130,8 @@ def _arguments_of(config: Any) -> dict[str, Any]:
 
 
 def llama_arguments(layout: Any) -> dict[str, Any]:
-    """Return the arguments of the Llama in the ``layout`` of a checkpoint; empty if ``layout`` has
-    no Llama."""
+    """Return the arguments of our Llama that are stored in the ``layout`` of a checkpoint; empty if
+    the model is not our Llama."""
     if not isinstance(layout, dict):
         return {}
     if "n_heads" in layout and "n_kv_heads" in layout:
@@ -168,7 +171,8 @@ def _library_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
-    """Present our Llama in ``source`` as the library's model, with its names and settings."""
+    """Return ``source``, which is our Llama, with the parameter names and settings of the library's
+    Llama."""
     arguments = llama_arguments(source.layout)
     for key, value in given.items():
         with as_config_error(f"--model {key}={value} is not a number"):
@@ -197,12 +201,12 @@ def _as_library_model(source: Source, given: Mapping[str, str]) -> Source:
 def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[str, str]) -> int:
     """Write a new ``folder`` for ``from_pretrained``; return the number of parameters.
 
-    One file of ``shard_bytes`` is in memory at a time.
+    At most one file of ``shard_bytes`` is in memory at a time.
 
     Args:
-        given: for the built-in Llama, arguments that are missing in the source; for a ``model=hf``
-            run, ``path`` and ``tokenizer``: the present locations of its model.path folder and
-            of its data.tokenizer file.
+        given: for our Llama, arguments that are missing in the source. For a ``model=hf`` run,
+            ``path`` and ``tokenizer``: the current locations of the run's model.path folder and
+            data.tokenizer file.
 
     Raises `ConfigError` for invalid settings and for weights of another model.
     """
@@ -223,10 +227,11 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
         dtype = DTYPES[source.tensors[name][0]]
         if dtype.is_floating_point:
             floating.append(dtype)
-    # The configuration records the widest dtype.
+    # The library writes the model's dtype to its configuration: here the widest dtype of the
+    # weights.
     model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
-    # `save_pretrained` reads the values of a model with offloaded weights through this hook of
-    # accelerate, one file at a time, and warns that the values must fit in memory.
+    # For a model with offloaded weights, `save_pretrained` reads the values for one file at a time
+    # through this hook of accelerate. It also warns that the values must fit in memory.
     model.hf_device_map = {"": "disk"}
     model._hf_hook = SimpleNamespace(weights_map=_Values(source, stored))
     huggingface.library().logging.disable_progress_bar()
@@ -250,7 +255,8 @@ class _Values:
 def _library_model(
     layout: Mapping[str, Any], folder: str, path: str | None = None, tokenizer: str | None = None
 ) -> Any:
-    """Build the model of this ``layout`` on meta, and copy its other files to ``folder``."""
+    """Build the model of this ``layout`` on meta, and copy the other files of the run's model
+    folder to ``folder``."""
     if layout.get("adapters"):
         raise ConfigError(
             "the checkpoint is of a run that trained adapters (model.adapter): --to peft writes "
@@ -269,7 +275,7 @@ def _library_model(
         config = huggingface.saved_config(path, settings["architecture"], settings["arguments"])
         # The attention kernel is not part of a saved model; "eager" is always available.
         config._attn_implementation = "eager"
-        # auto_map names code in the folder of the original configuration.
+        # auto_map refers to code in the original folder, which is not copied.
         vars(config).pop("auto_map", None)
         with torch.device("meta"):
             model: Any = huggingface.model_class(config, settings["head"])(config)
@@ -291,8 +297,8 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
     there = {}
     for name in source.tensors:
         there[name.removeprefix("model/")] = name
-    # A checkpoint stores a tied parameter under its first name. The library may use another of its
-    # names.
+    # A checkpoint stores a tied parameter under its first name, but the library may use another of
+    # its names.
     there |= {name: f"model/{first}" for name, first in source.tied.items()}
     expected = model.state_dict()
     for name in (*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys):
@@ -316,7 +322,8 @@ def _stored_names(source: Source, model: Any) -> dict[str, str]:
 
 
 def _copy_tokenizer(given: Any, moved: str | None, folder: str) -> None:
-    """Copy the tokenizer.json of the run's data. ``moved`` is its present location, if given."""
+    """Copy the tokenizer.json of the run's data. ``moved``: the current location of this file, if
+    it has moved."""
     data = given if isinstance(given, dict) else {}
     file = moved or data.get("path")
     # The byte tokenizer has no file.
@@ -330,7 +337,7 @@ def _copy_tokenizer(given: Any, moved: str | None, folder: str) -> None:
     with as_config_error(f"{what} on this machine; give its path with --model tokenizer=FILE"):
         read_json(file, _MAX_TOKENIZER)["model"]["type"]
     target = os.path.join(folder, "tokenizer.json")
-    # The tokenizer in the run's model folder has more settings, so it takes precedence.
+    # If the model folder has the same tokenizer, it is used, because it has more settings.
     if os.path.isfile(target) and filecmp.cmp(target, file, shallow=False):
         return
     for name in os.listdir(folder):
@@ -346,7 +353,8 @@ def _copy_tokenizer(given: Any, moved: str | None, folder: str) -> None:
 
 def write_adapter(source: Source, folder: str) -> int:
     """Write a new ``folder`` with only the adapter, in peft's format; return the number of tensors.
-    Raises `ConfigError` unless the checkpoint has exactly one adapter, a LoRA adapter."""
+    Raises `ConfigError` unless the checkpoint has exactly one adapter and this is a LoRA
+    adapter."""
     found = source.layout.get("adapters")
     if not isinstance(found, dict) or len(found) != 1:
         listed = printable(list(found or []))
@@ -356,7 +364,8 @@ def write_adapter(source: Source, folder: str) -> int:
         settings = adapters.checked_settings(plain)
         base = plain.get("base_model_name_or_path")
         settings.base_model_name_or_path = base if isinstance(base, str) else None
-        settings.inference_mode = True  # as peft saves it: adapters are usually loaded to be used
+        # As peft saves adapters, which are usually loaded for inference
+        settings.inference_mode = True
         settings.save_pretrained(folder)
     names = {}
     for name in source.tensors:
