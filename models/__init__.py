@@ -1,4 +1,4 @@
-"""Plain ``nn.Module`` models, each with its tensor-parallel plan.
+"""Models as ``nn.Module``, with their tensor-parallel plans.
 
 The models import only the checked JSON reader of parallel2d.
 """

@@ -1,8 +1,8 @@
-"""Adapters of the ``peft`` library (LoRA) on a model: `add_adapter`.
+"""Adds an adapter of the ``peft`` library (LoRA) to a model: `add_adapter`.
 
-An adapted model is the library's ``PeftModel`` around the base model. The base is frozen, and its
-layers are renamed. The functions here use these names. Only functions that create an adapter or its
-configuration import the library.
+An adapted model is the library's ``PeftModel`` around the base model. The base model is frozen, and
+its layers get other names. The functions in this module convert between the names. Only functions
+that create an adapter or its configuration import the library.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Arguments of peft.LoraConfig that change only the named layers, and whose initial values are
-# weights of the base, or norms of their rows. Other arguments would need unsharded weights, or
-# tensors that are not saved.
+# Supported arguments of peft.LoraConfig. They change only the named layers, and the initial values
+# of the adapter need only local computation: random numbers, zeros, weights of the base, or norms
+# of their rows. Other arguments would need unsharded weights, or tensors that are not saved.
 ARGUMENTS = (
     "r",
     "lora_alpha",
@@ -38,7 +38,7 @@ ARGUMENTS = (
     "init_lora_weights",
     "task_type",
 )
-# Entries that the library writes in addition, without effect on the weights.
+# Further entries of a configuration file. They have no effect on the weights.
 _DESCRIPTIVE = (
     "peft_type",
     "peft_version",
@@ -75,7 +75,7 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
             "features of peft (other initial values, 4-bit bases) are not supported"
         )
     initial = arguments.get("init_lora_weights", True)
-    # `in` would also accept 1, which equals True.
+    # Not `in (True, "gaussian")`, which would also accept 1, because 1 equals True.
     if initial is not True and initial != "gaussian":
         raise ValueError(
             f"init_lora_weights={initial} must be true or gaussian: others are computed from the "
@@ -97,19 +97,19 @@ def lora_settings(arguments: Mapping[str, Any]) -> Any:
 def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn.Module:
     """Freeze ``model`` and return it with a LoRA adapter called ``default``.
 
-    Parameters of the adapter are on meta where the parameters of ``model`` are.
+    If the parameters of a layer are on meta, the parameters of its adapter are on meta too.
 
     Args:
         model: the base model.
         arguments: arguments of peft.LoraConfig.
-        path: folder of the base, for the adapter's configuration.
+        path: folder of the base model, which the configuration of the adapter names.
 
     Raises:
         ValueError: see `lora_settings`, and for modules that ``model`` does not have.
         ImportError: the library is missing.
     """
     settings = lora_settings(arguments)
-    # With a task the library would choose a class with other argument names in its forward.
+    # If a task is set, the library chooses a class whose forward has other argument names.
     task, settings.task_type = settings.task_type, None
     adapted: Any = library().get_peft_model(model, settings)
     made = adapted.peft_config["default"]
@@ -125,8 +125,8 @@ def add_adapter(model: nn.Module, arguments: Mapping[str, Any], path: str) -> nn
 
 
 def trained_copy(module: Any) -> Any:
-    """Return the copy that is trained in place of a module of ``modules_to_save``; any other
-    ``module`` itself."""
+    """Return the trained copy of a module in ``modules_to_save``; for any other module, return
+    ``module``."""
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict) or len(copies) != 1:
         return module
@@ -143,8 +143,9 @@ def _magnitudes(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 def initial_magnitudes(
     model: nn.Module, unsharded: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each magnitude of DoRA as (name, parameter, initial value): the norms of the rows of
-    the base's weight, to which an untrained adapter adds zero. ``unsharded`` may be collective."""
+    """Yield each magnitude of DoRA as (name, parameter, initial value). The initial value has the
+    norms of the rows of the base weight, because an untrained adapter adds zero to this weight.
+    ``unsharded`` returns the unsharded tensor, and may be collective."""
     for name, magnitude, layer in _magnitudes(model):
         weight = unsharded(layer.get_base_layer().weight.detach())
         # A Conv1D of the library has a transposed weight.
@@ -152,7 +153,7 @@ def initial_magnitudes(
 
 
 def base_of(model: Any) -> tuple[nn.Module, str]:
-    """Return the base model, and the prefix of its names in ``model``.
+    """Return the base model, and the prefix of its parameter names in ``model``.
 
     For a model without adapters, ``model`` and "".
     """
@@ -165,7 +166,8 @@ def base_of(model: Any) -> tuple[nn.Module, str]:
 
 
 def base_name(name: str, prefix: str) -> str | None:
-    """Return the name of a parameter in the base without adapters; None for adapter parameters.
+    """Return the name that a parameter has in the base model without adapters. None for parameters
+    of an adapter.
 
     ``prefix``: from `base_of`.
     """
@@ -176,7 +178,8 @@ def base_name(name: str, prefix: str) -> str | None:
     for part in parts:
         if part.startswith("lora_"):
             return None
-        # Layers with an adapter, and layers that are trained as a copy, are one level deeper.
+        # If a layer has an adapter or is trained as a copy, the library puts the original layer one
+        # level deeper.
         if part in ("base_layer", "original_module"):
             continue
         if part == "modules_to_save":
@@ -187,7 +190,8 @@ def base_name(name: str, prefix: str) -> str | None:
 
 
 def saved_name(name: str, adapter: str, bias: str = "none") -> str | None:
-    """Return the name of a parameter in peft's file of ``adapter``; None if peft omits it.
+    """Return the name of a parameter in the file that peft writes for ``adapter``. None if peft
+    does not write the parameter.
 
     ``bias``: the adapter's argument, which selects biases of the base that are trained.
     """
@@ -203,7 +207,7 @@ def saved_name(name: str, adapter: str, bias: str = "none") -> str | None:
 
 
 def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Map each adapter to its configuration as plain values; empty for a model without adapters."""
+    """Return adapter name -> configuration as JSON values; empty for a model without adapters."""
     found: dict[str, dict[str, Any]] = {}
     for name, settings in _adapters_in(model).items():
         found[name] = plain_settings(settings)
@@ -212,7 +216,8 @@ def settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _adapters_in(model: nn.Module) -> dict[str, Any]:
     for module in model.modules():
-        # `vars`: the library's models forward other attributes to their base.
+        # `vars` and not `getattr`, because the library's models look up missing attributes in their
+        # base model.
         settings = vars(module).get("peft_config")
         if isinstance(settings, dict):
             return settings
@@ -248,11 +253,12 @@ def checked_settings(plain: Mapping[str, Any]) -> Any:
 
 
 def reset_adapter(layer: Any, model: nn.Module, is_given: Callable[[str], bool]) -> None:
-    """Initialize the adapters of a layer of ``model``, if any, by peft's own rule.
+    """Initialize the adapters of ``layer``, a layer of ``model``, with peft's method. A layer
+    without adapters is not changed.
 
-    One factor is random, the other is zero. Raises ValueError for adapters with initial values that
-    are computed from the base's weights. DoRA's magnitude is allowed if ``is_given(name)`` is true
-    for its name in the layer.
+    One of the two LoRA matrices is random, and the other is zero. Raises ValueError if an initial
+    value is computed from the weights of the base model. The magnitude of DoRA is accepted if
+    ``is_given(name)`` is true for its name in the layer.
     """
     if not hasattr(layer, "reset_lora_parameters"):
         return
@@ -271,7 +277,8 @@ def reset_adapter(layer: Any, model: nn.Module, is_given: Callable[[str], bool])
 
 
 def initialized_modules(model: nn.Module, given: set[str]) -> Iterator[nn.Module]:
-    """Yield modules of ``model`` with all parameters in ``given``, by name, and no meta buffer."""
+    """Yield each module of ``model`` whose parameter names are all in ``given``, and that has no
+    meta buffer."""
     for name, module in model.named_modules():
         names = dict(module.named_parameters(prefix=name)).keys()
         on_meta = any(buffer.is_meta for buffer in module.buffers())

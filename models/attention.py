@@ -1,6 +1,7 @@
 """Grouped-query attention: `grouped_attention`.
 
-Some fused kernels need as many key heads as query heads; heads are repeated only for these.
+Some fused kernels need as many key heads as query heads. Only for these kernels, key and value
+heads are repeated.
 """
 
 from typing import Any
@@ -16,10 +17,10 @@ def grouped_attention(
 ) -> Tensor:
     """Run ``F.scaled_dot_product_attention`` with a fused kernel.
 
-    Of the fused kernels on accelerators, only flash attention supports fewer key heads than query
-    heads, in half precision and without a mask. For other calls torch would choose the math kernel,
-    which keeps all [queries, keys] scores. In these calls keys and values are repeated for each
-    query head.
+    On accelerators, only one fused kernel supports fewer key heads than query heads: flash
+    attention, in half precision and without a mask. For other calls torch would choose the math
+    kernel, which stores all [queries, keys] scores. Therefore these calls repeat keys and values
+    for each query head.
 
     Args:
         query: [batch, heads, queries, dim].
@@ -29,8 +30,8 @@ def grouped_attention(
         options: further arguments of ``F.scaled_dot_product_attention``.
     """
     tensors = (query, key, value)
-    # A function mode intercepts one call, so the mode of a context axis exchanges the unrepeated
-    # heads.
+    # With a context axis, a function mode intercepts this call. It must get the unrepeated heads,
+    # because it exchanges them between ranks.
     if has_torch_function(tensors):
         given = {"attn_mask": attn_mask, **options}
         return handle_torch_function(grouped_attention, tensors, *tensors, **given)

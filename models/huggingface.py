@@ -1,9 +1,9 @@
 """Hugging Face ``transformers`` models from a configuration: `build`.
 
 Nothing is downloaded, and no code from a model's folder runs. The configuration comes from a local
-folder with a ``config.json``, or from an architecture with arguments. The configuration names the
-class, or the class is the library's language, sequence-to-sequence, masked or image-classification
-model for that architecture.
+folder with a ``config.json``, or from an architecture with arguments. If the configuration names a
+class, this class is used. Otherwise the class is the library's language, sequence-to-sequence,
+masked or image-classification model for the architecture.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ WORDS = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
-# Configuration fields with numbers of modules: the most of them, and their name.
+# Configuration fields with a number of modules: pattern of the field, largest allowed number, and
+# name of the modules
 _MOST = (
     (re.compile(r"(num_|n_)?(\w+_)?layers?|depths?"), 10_000, "layers"),
     (re.compile(r"(num|n)_(\w+_)?(experts|stages|blocks|codebooks|quantizers)"), 65_536, "modules"),
@@ -37,8 +38,9 @@ _MOST = (
 )
 _FOREIGN = ("backbone", "use_timm_backbone", "use_pretrained_backbone")
 _EXPERT_WORDS = ("packed_", "moe_", "grouped_gemm", "ep_router")
-# Searched in this order if neither the configuration nor the caller names a class: an encoder that
-# can also decode (BERT) is a masked model, and an encoder-decoder (T5, BART) translates.
+# Searched in this order if neither the configuration nor the caller selects a class. An
+# architecture may be in several mappings: BERT can also decode, but must be a masked model; T5 and
+# BART must be sequence-to-sequence models.
 _MAPPINGS = {
     "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -79,7 +81,7 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
             f"transformers {transformers.__version__} has no architecture {architecture!r}; near: "
             f"{near}"
         )
-    # attn_implementation and others have a private attribute.
+    # Some fields, such as attn_implementation, are stored in a private attribute.
     unknown = []
     for name in arguments:
         if not (hasattr(config, name) or hasattr(config, f"_{name}")):
@@ -92,8 +94,8 @@ def saved_config(path: str | None, architecture: str | None, arguments: Mapping[
     _check_settings(config.to_dict())
     if not arguments:
         return config
-    # Rebuilt instead of set field by field: other fields are derived from these (layer kinds, head
-    # sizes).
+    # Build a new configuration instead of setting the fields, because other fields are derived from
+    # them, such as kinds of layers and head sizes.
     given = config.to_diff_dict() if path is not None else {}
     given = {**given, **arguments}
     given.pop("model_type", None)
@@ -119,11 +121,11 @@ def _config_of_folder(transformers: Any, path: str) -> Any:
 
 
 def _check_settings(settings: Any) -> None:
-    """Raise ValueError for settings that name files or code, and for more modules than any model
-    has, which the library would build for minutes.
+    """Raise ValueError for settings that name files or code, and for numbers of modules that no
+    model has. The library would need minutes to build so many modules.
 
     Args:
-        settings: of any origin; a mapping, possibly nested. Other values are ignored.
+        settings: untrusted settings; a mapping, possibly nested. Other values are ignored.
     """
     entries = settings if isinstance(settings, Mapping) else {}
     for key, value in entries.items():
@@ -161,8 +163,9 @@ def model_class(config: Any, head: str) -> type[nn.Module]:
 
     named = list(map(str, getattr(config, "architectures", None) or []))
     if head == "auto" and named:
-        # A saved model names its class; a class from a folder's own code is not in the library.
-        # The library has functions too, which a name in a folder must not call.
+        # A saved model names its class. A class that is defined in the folder's code is not in the
+        # library. A name in a folder must not call a function of the library, so only model classes
+        # are accepted.
         found, base = getattr(transformers, named[0], None), transformers.PreTrainedModel
         if isinstance(found, type) and issubclass(found, base) and found is not base:
             return found
@@ -219,11 +222,12 @@ def has_tensor_plan(model: nn.Module) -> bool:
 
 
 def tensor_words(model: nn.Module) -> dict[str, str]:
-    """Return the library's tensor-parallel plan, module pattern -> word; empty without a plan.
+    """Return the library's tensor-parallel plan as module pattern -> name of a style; empty without
+    a plan.
 
-    Expert layers are omitted and stay replicated, because their parameters belong to no Linear.
-    Every tensor rank computes them, which is correct but not split. Raises ValueError for a plan
-    with words that this package does not translate.
+    Expert layers are omitted, because their parameters do not belong to a Linear. They stay
+    replicated, and every tensor rank computes all of them. Raises ValueError for a plan with a
+    style that this package does not support.
     """
     modules = [name for name, _ in model.named_modules()]
     plan = dict(getattr(model, "_tp_plan", None) or {})
@@ -247,7 +251,7 @@ def tensor_words(model: nn.Module) -> dict[str, str]:
 
 
 def context_of(seq_len: int) -> int:
-    """Return the number of first positions without an output in an encoder-decoder.
+    """Return the number of leading positions that have no logits in an encoder-decoder.
 
     See `read_prefix_and_suffix`.
     """
@@ -255,11 +259,12 @@ def context_of(seq_len: int) -> int:
 
 
 def read_prefix_and_suffix(model: nn.Module) -> None:
-    """Make an encoder-decoder take one sequence of token ids, int64 [n, T], like a decoder.
+    """Change an encoder-decoder so that its forward takes one sequence of token ids, int64 [n, T],
+    as the forward of a decoder does.
 
-    The prefix language model objective (Raffel et al. 2020, section 3.2). The encoder reads the
-    first h = T // 2 tokens in both directions. The decoder gets its start token and then tokens h
-    to T - 1, and predicts the token after each. Logits have the shape [n, T - h + 1, vocabulary]
+    This is the prefix language model objective (Raffel et al. 2020, section 3.2). The encoder reads
+    the first h = T // 2 tokens in both directions. The decoder gets its start token and then tokens
+    h to T - 1, and predicts the token after each. Logits have the shape [n, T - h + 1, vocabulary]
     and belong to the targets of positions h - 1 to T - 1; earlier targets have no logits.
 
     Raises ValueError if the model has no start token, or its head has no logits.
@@ -307,11 +312,11 @@ class StoredForm:
 def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredForm]:
     """Return parameter name -> form for the tensor names ``stored``.
 
-    Saved folders have the names and forms of a model's first publication, and the library renames,
-    stacks and concatenates tensors when it loads them (transformers 5: experts of Mixtral,
-    Qwen-MoE, DeepSeek). Only parameters with other names or forms are listed; the result is empty
-    for a model outside of the library. Raises ValueError for a parameter that is built in another
-    way.
+    A saved folder has the tensor names and shapes of the model's first release. When the library
+    loads it, tensors are renamed, stacked and concatenated (transformers 5: experts of Mixtral,
+    Qwen-MoE, DeepSeek). The result has only parameters with another name or form; it is empty for a
+    model that is not of the library. Raises ValueError for a parameter that the library builds in
+    another way.
     """
     config = getattr(model, "config", None)
     kind = _library_class(model)
@@ -320,7 +325,8 @@ def stored_forms(model: nn.Module, stored: Collection[str]) -> dict[str, StoredF
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    # The library finds rules by class, and sharding changes the classes of ``model``.
+    # The library finds its rules by the class of a module. Sharding changes the classes in
+    # ``model``, so a new model is built on meta.
     with torch.device("meta"):
         twin: Any = kind(config)
     rules: list[Any] = get_model_conversion_mapping(twin)
@@ -374,7 +380,8 @@ def _converted_form(target: str, groups: Mapping[Any, list[str]], rule: Any) -> 
     stacked = operations[:1] == ["MergeModulelist"] and dims[0] == 0
     rest = operations[1:] if stacked else operations
     targets = len(rule.target_patterns)
-    # Only many-to-one rules; a converter may also split a tensor into several.
+    # Only rules with one target are supported. A converter may also split a tensor into several
+    # tensors.
     if targets != 1 or rest not in ([], ["Concatenate"]):
         raise ValueError(
             f"{target} is stored in a form that cannot be read in parts "

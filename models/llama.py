@@ -1,10 +1,10 @@
 """A Llama-3-style decoder with its tensor-parallel plan: `Llama`, `tensor_plan`.
 
 RMSNorm before each sub-layer, rotary position embedding, grouped-query attention, SwiGLU
-feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). The model is
-plain PyTorch: nothing here depends on the training framework. If a shape is available from both a
-tensor and the configuration, the code reads the tensor, so that a module with the weights of some
-of the heads computes exactly these heads.
+feed-forward, optional weight tying (Dubey et al. 2024, "The Llama 3 Herd of Models"). The model
+uses only PyTorch and does not depend on the training framework. Shapes are read from tensors and
+not from the configuration. Therefore a module that has the weights of some heads computes exactly
+these heads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from parallel2d.models.attention import grouped_attention
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotation angles, each fp32 [seq, head_dim / 2].
+    """Return the cosine and the sine of the rotation angles, each fp32 [seq, head_dim / 2].
 
-    RoFormer (Su et al. 2021). The angles are computed at each use, from integer ``positions``
-    [seq]. A cached table of floats would be rounded to bf16 by mixed-precision wrappers that cast
-    the inputs of a block; integers are not cast.
+    See RoFormer (Su et al. 2021). The angles are computed in each call from integer ``positions``
+    [seq]. A cached table of floats would be rounded to bf16, because mixed precision casts the
+    inputs of a block. Integers are not cast.
     """
     exponents = (
         torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
@@ -33,8 +33,8 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of the last dim against each other.
 
-    Computed in fp32 at least, returned in the dtype of ``x``. The pairing by halves matches Hugging
-    Face checkpoints.
+    The computation is in fp32 or a wider dtype, and the result has the dtype of ``x``. Element i of
+    the first half is paired with element i of the second half, as in Hugging Face checkpoints.
 
     Args:
         x: [batch, heads, seq, head_dim].
@@ -185,10 +185,10 @@ class Llama(nn.Module):
 def tensor_plan(model: Llama, tensor: int) -> dict[str, object]:
     """Return module pattern -> parallel style for a tensor axis of ``tensor`` ranks.
 
-    Column-parallel then row-parallel matrices, so that each sub-layer needs one all-gather and one
-    reduce-scatter. Norms and residuals run on a slice of the sequence (Korthikanti et al. 2022).
-    Logits stay split over the vocabulary for the loss. Raises ValueError if ``tensor`` does not
-    divide the heads.
+    In each sub-layer the first matrices are column-parallel and the last matrix is row-parallel, so
+    that it needs one all-gather and one reduce-scatter. Norms and residuals run on a slice of the
+    sequence (Korthikanti et al. 2022). Logits stay split over the vocabulary for the loss. Raises
+    ValueError if ``tensor`` does not divide the heads.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (

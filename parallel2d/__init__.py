@@ -1,5 +1,5 @@
-"""parallel2d: hybrid 2-D parallel training. Shard inside a node, replicate across nodes; the loss
-does not depend on the mesh.
+"""parallel2d: hybrid 2-D parallel training. Models are sharded inside a node and replicated across
+nodes. The loss does not depend on the sizes of the mesh.
 
 The names below are imported at their first use, so that commands without training start without
 loading torch.
@@ -167,10 +167,12 @@ if not TYPE_CHECKING:
 
 
 class _Face(ModuleType):
-    """This module, with the function `certify` in place of the command's module.
+    """The class of this module. Its attribute `certify` is always the function, not the command's
+    module.
 
-    The command has the same name. Python sets a package's attribute when a submodule is imported,
-    which would replace the function; a property is not replaced.
+    The module `parallel2d.certify` has the same name as the function. When Python imports a
+    submodule, it sets the attribute of the package to the submodule. This would replace the
+    function, but it cannot replace a property.
     """
 
     @property
@@ -179,7 +181,8 @@ class _Face(ModuleType):
 
     @certify.setter
     def certify(self, _command: ModuleType) -> None:
-        """Ignore the attribute that an import of the command sets; imports work without it."""
+        """Ignore the value that an import of the command's module sets. The import works without
+        it."""
 
 
 sys.modules[__name__].__class__ = _Face

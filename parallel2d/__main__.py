@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from parallel2d.base.errors import ConfigError, did_you_mean
 
-# Each command, which is also a module of this package, with its purpose
+# Command -> its purpose. Each command is also a module of this package.
 COMMANDS = {
     "train": "train a model; its arguments are groups and keys",
     "certify": "compare a layout of train with one process, step by step",
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
     if first not in COMMANDS:
         # Imported here because it loads Hydra, which most commands do not need.
         from parallel2d.base.config.help_page import show
-        from parallel2d.launching.exit_codes import exit_code_of
+        from parallel2d.launching.run_command import exit_code_of
 
         return exit_code_of(lambda: show(_information(first, program)))
     module = importlib.import_module(f"parallel2d.{first}")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from parallel2d import train
+from parallel2d.base.exit_codes import FAILED, INTERRUPTED
 
 _PURPOSE = (
     "Compares a few steps of the job that the arguments describe with one process, parameter by "
@@ -19,10 +20,11 @@ _PURPOSE = (
 def main(
     arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.certify"
 ) -> int:
-    """Return the exit code: 0 certified, 1 not certified or impossible, 130 interrupted."""
+    """Return the exit code: 0 the check passed, 1 the check failed or could not run, 130
+    interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = train.main([*words, "train.certify_only=true"], program, _PURPOSE)
-    return code if code in (0, 130) else 1
+    return code if code in (0, INTERRUPTED) else FAILED
 
 
 if __name__ == "__main__":

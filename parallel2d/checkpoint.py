@@ -1,7 +1,7 @@
 """``python -m parallel2d.checkpoint inspect|verify|convert``: show, verify or convert a checkpoint.
 
-`main` is the entry point of the command. `Checkpointer` may be imported from here. A fault prints
-one message on standard error, with exit code 1.
+`main` is the entry point of the command. `Checkpointer` may be imported from here. After an error
+the command prints one message on standard error and exits with code 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.files.tensor_file import DTYPES, printable
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 from parallel2d.training.checkpoint import Checkpointer as Checkpointer
 from parallel2d.training.checkpoint.convert import (
     DTYPE_CHOICES,
@@ -26,7 +26,7 @@ from parallel2d.training.checkpoint.convert import (
     llama_arguments,
     open_source,
 )
-from parallel2d.training.checkpoint.manifest import Checkpoint
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.storage import find_checkpoint
 
 
@@ -141,7 +141,8 @@ def _size(count: float) -> str:
 
 
 def verify(options: argparse.Namespace) -> None:
-    """Read every file and compare checksums; print the sound checkpoint."""
+    """Read every file and compare its checksum. If all are right, print a line about the
+    checkpoint."""
     path = find_checkpoint(options.path)
     checkpoint = Checkpoint.open(path, mapped=False)
     manifest = checkpoint.manifest
@@ -152,7 +153,8 @@ def verify(options: argparse.Namespace) -> None:
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Write the target; print the command that trains from it, if known."""
+    """Convert the checkpoint. If the command that trains from the result is known, print this
+    command."""
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib {options.shard_gib} must be above 0")
     target_format = options.to or guess_format(options.target)
@@ -191,7 +193,8 @@ def run_convert(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Progress | None]:
-    """Show a progress bar on a terminal, nothing elsewhere."""
+    """Show a progress bar if standard error is a terminal. Yields a function that adds bytes to it,
+    otherwise None."""
     if not sys.stderr.isatty():
         yield None
         return

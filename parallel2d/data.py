@@ -1,7 +1,7 @@
 """``python -m parallel2d.data prepare | inspect | verify``: prepare, inspect and verify folders of
 token shards.
 
-An error prints one message and exits with code 2.
+After an error the command prints one message and exits with code 2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.progress import Progress
 from parallel2d.base.config import DataConfig
 from parallel2d.base.config.checks import check_data
 from parallel2d.base.errors import ConfigError
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 from parallel2d.training.data import token_shards as store
 from parallel2d.training.data.prepare import folder_lock, prepare
 from parallel2d.training.data.reading import find_units
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from parallel2d.training.data.feed import BatchPlan as BatchPlan
     from parallel2d.training.data.opening import open_data as open_data
 
-# Keys of data.* that are options of `prepare`
+# Key of the data section -> help text of the option of `prepare` that sets it
 _OPTIONS = {
     "tokenizer": "bytes, or the path of a tokenizer.json or of its folder",
     "end_token": "ends a document; default: the tokenizer's usual one",
@@ -121,7 +121,7 @@ def _verify(options: argparse.Namespace) -> None:
     print(f"{options.folder}: {store.verify(options.folder):,} bytes, every checksum is right")
 
 
-# Names for custom training loops, with their modules
+# Name for custom training loops -> its module in `training.data`
 _LIBRARY = {
     **dict.fromkeys(("IGNORED", "Batch"), "batch"),
     **dict.fromkeys(("BatchFeed", "BatchPlan", "EndOfData", "StepBatch"), "feed"),
@@ -131,7 +131,7 @@ _LIBRARY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the library at its first use: commands do not load torch."""
+    """Import a name in `_LIBRARY` at its first use, so that the commands do not load torch."""
     if name not in _LIBRARY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"parallel2d.training.data.{_LIBRARY[name]}")

@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from parallel2d.base.store.address import DEFAULT_PORT
 from parallel2d.base.store.secret import find_secret, new_secret, write_secret
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 
 
 def main(
@@ -33,7 +34,7 @@ def main(
     text = "keep the rendezvous of jobs; stores no other data, needs few resources"
     add = commands.add_parser("store", help=text).add_argument
     add("--host", required=True, help="name or address to listen on; no other interface is opened")
-    add("--port", type=int, default=29500, help="0: any free one (default: 29500)")
+    add("--port", type=int, default=DEFAULT_PORT, help="0: any free one (default: %(default)s)")
     text = "that the jobs have too (default: from PARALLEL2D_SECRET)"
     add("--secret-file", metavar="FILE", help=text)
     text = "without a secret: any process that reaches it controls the jobs"

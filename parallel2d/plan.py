@@ -1,8 +1,8 @@
 """``python -m parallel2d.plan <overrides of train>``: find the fastest layout that fits a cluster.
 
 Prints the layout and its cost. With ``plan.dry_run=true`` it prints the cost of the given layout,
-like the train command; with ``plan.scaling`` the best layouts on 8 to 16,384 ranks. Nothing is
-started.
+as the train command does. With ``plan.scaling`` it prints the best layouts on 8 to 16,384 ranks.
+The command starts no training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel2d.base.config.composition import Composition, compose
 from parallel2d.base.config.help_page import information, show
 from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 
 _PURPOSE = (
     "Finds the fastest layout of the described job that fits on a cluster, and what "
@@ -24,7 +24,8 @@ _PURPOSE = (
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m parallel2d.plan") -> int:
-    """Return 0 planned, 1 the given layout does not fit, 2 nothing can run, 130 interrupted."""
+    """Return the exit code: 0 planned, 1 the given layout does not fit, 2 invalid configuration or
+    no layout fits, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return exit_code_of(lambda: _run(words, program))
 

@@ -1,6 +1,7 @@
 """``python -m parallel2d.preflight``: check a cluster before training.
 
-Started like the train command: once on every node, or as every rank by torchrun or srun.
+The command is started like the train command: once on every node, or by torchrun or srun as every
+rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from parallel2d.base.config import TrainConfig
 from parallel2d.base.config.composition import compose
 from parallel2d.base.config.overrides import quoted
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import FAILED, INTERRUPTED, INVALID
 from parallel2d.base.files import for_terminal
 from parallel2d.base.launcher_environment import RankIdentity, find_rank
 from parallel2d.instruments.preflight.self_check import check_runs, chosen_checks
@@ -74,7 +76,7 @@ def main(
         identity = find_rank()
     except ConfigError as error:
         print(f"parallel2d: {for_terminal(error)}", file=sys.stderr)
-        return 2
+        return INVALID
     if identity is not None:
         return _take_part(identity, given, config)
     try:
@@ -83,9 +85,9 @@ def main(
         return _start_ranks(words, config)
     except (ConfigError, WorkersFailed) as error:
         print(f"parallel2d: on {socket.gethostname()}: {for_terminal(error)}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, TrainConfig]:
@@ -121,13 +123,14 @@ def understand(words: Sequence[str], program: str) -> tuple[argparse.Namespace, 
     if composition is None:
         raise ConfigError("the check is for one job: use one value for each key")
     settings = composition.config.launch
-    # All nodes are checked, and a restart would fail again.
+    # The check needs all nodes. A restart would only repeat a failed check.
     settings.nnodes, settings.max_restarts = settings.node_range[1], 0
     return given, composition.config
 
 
 def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
-    """Start this node's ranks like train does. Return the exit code after they end."""
+    """Start the ranks of this node as the train command does, and wait until they end. Return their
+    exit code."""
     start_server()
     workers = workers_per_node(config.launch)
     with tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
@@ -138,12 +141,14 @@ def _start_ranks(words: Sequence[str], config: TrainConfig) -> int:
 
 
 def _check_training(words: Sequence[str], given: argparse.Namespace, config: TrainConfig) -> int:
-    """Run the self-check in this node's ranks, then by the train command. Return the exit code."""
+    """Run the self-check: first in the ranks of this node, then, on a single node, with the train
+    command. Return the exit code."""
     try:
         code = _start_ranks(words, config)
     except WorkersFailed as error:
         code = 1
-        print(f" FAILED: {for_terminal(error)}", flush=True)  # ends the row of the check
+        # completes the line of the check that has started
+        print(f" FAILED: {for_terminal(error)}", flush=True)
     if config.launch.nnodes == 1:
         ranks = workers_per_node(config.launch)
         passed = check_runs(chosen_checks(given.only), ranks, given.write)
@@ -153,7 +158,7 @@ def _check_training(words: Sequence[str], given: argparse.Namespace, config: Tra
 
 
 def _take_part(identity: RankIdentity, given: argparse.Namespace, config: TrainConfig) -> int:
-    """Run the checks as one rank, together with the others. Return the exit code."""
+    """Run the checks in this rank, together with the other ranks. Return the exit code."""
     from torch.distributed import DistError
 
     from parallel2d.base.runtime import connect, process_group

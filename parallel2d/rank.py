@@ -1,7 +1,8 @@
 """One rank of a job, from rendezvous to exit code: `rank_main`.
 
 The launcher of parallel2d forks processes that call `rank_main`. torchrun and srun start the train
-command, which calls it. The ranks agree on the job, build its parts and run the `Trainer`.
+command, which calls `rank_main`. The ranks receive the same job, build its parts and run the
+`Trainer`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 def rank_main(words: Sequence[str]) -> int:
     """Run this rank of the job. Return the exit code.
 
-    ``words`` are the arguments of the job, unless the launcher of parallel2d has composed it. The
-    exit code is 0 when done, and ``launch.requeue_exit_code`` when stopped and saved. After an
-    exception the process exits with 1, and one rank or the launcher has reported the cause.
+    ``words`` are the command-line arguments of the job; they are empty if the launcher has composed
+    the job. The exit code is 0 if the job is done, and ``launch.requeue_exit_code`` if the run was
+    asked to stop and has saved. After an exception the process exits with code 1; one rank or the
+    launcher reports the cause.
     """
     identity = find_rank()
     assert identity is not None, "launchers set the variables of a rank"
@@ -50,7 +52,8 @@ def rank_main(words: Sequence[str]) -> int:
     with failures_reported_once(identity, None):
         from parallel2d.base.runtime import connect
 
-        if identity.launcher == "srun":  # the configuration has the path of the secret
+        # composed early, because the configuration has the path of the secret
+        if identity.launcher == "srun":
             composition = compose(words)
         store = connect(identity, composition.config.launch if composition else None)
     with failures_reported_once(identity, store):
@@ -65,7 +68,7 @@ def rank_main(words: Sequence[str]) -> int:
 
 
 def check_main(words: Sequence[str]) -> int:
-    """Check a job before its ranks start, in one process that reports errors like a rank.
+    """Check a job in one process before its ranks start. The process reports errors as a rank does.
 
     ``words``: the configuration as YAML, the number of nodes, and the number of workers per node.
     """
@@ -83,7 +86,7 @@ def choose_layout(
 ) -> TrainConfig:
     """Return ``config`` with the planner's layout for these ranks, if the layout is automatic.
 
-    The reasons are printed on ``stream`` (default: standard error, as in a run).
+    The reasons for the choice are printed on ``stream`` (default: standard error).
     """
     if not config.is_automatic:
         return config
@@ -99,11 +102,11 @@ def choose_layout(
 def _choose_size(
     config: TrainConfig, words: Sequence[str], identity: RankIdentity, sizes: Sequence[int]
 ) -> tuple[TrainConfig, Mapping[str, int] | None]:
-    """Return ``config`` with its layout, and the mesh sizes that count missing nodes as failed.
+    """Return ``config`` with a layout, and the mesh sizes over all nodes, or None.
 
-    If the replicas of missing nodes can count as failed, the layout is for the ranks of all nodes.
-    Otherwise it is for the live ranks, and the sizes are None. ``sizes``: number of ranks of each
-    live node.
+    If the job can train without some nodes, the layout is for the ranks of all nodes, and the
+    replicas of missing nodes count as failed. Otherwise the layout is for the ranks of the live
+    nodes, and the mesh sizes are None. ``sizes``: number of ranks of each live node.
     """
     nodes = config.launch.node_range[1]
     if identity.launcher == "nodes" and len(set(sizes)) == 1:
@@ -118,7 +121,7 @@ def _choose_size(
 def _sizes_with_missing_nodes(
     config: TrainConfig, identity: RankIdentity, nodes: int, local: int
 ) -> Mapping[str, int] | None:
-    """Return the mesh sizes over all nodes if replicas may fail and none spans two nodes.
+    """Return the mesh sizes over all nodes if replicas may fail and no replica spans two nodes.
 
     Otherwise None.
     """
@@ -176,10 +179,11 @@ def _run_job(job: Job, identity: RankIdentity, store: Any) -> int:
 
 
 def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
-    """Run the parity check of the job's layout. Collective.
+    """Run the parity check of the job's layout, if it is requested. Collective.
 
     Returns the report; None if no check is requested. If no training follows, this function also
-    writes the report. Raises `ConfigError` for a layout with other results than the reference run.
+    writes the report. Raises `ConfigError` if the results of the layout differ from the reference
+    run.
     """
     loop = job.config.train
     if not loop.certify_only and (not loop.certify or job.restarted):
@@ -190,7 +194,7 @@ def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
     passed = report.passed
     if runtime.is_first:
         print(report.table(), flush=True)
-        # Do not replace the certificate of a start that has trained.
+        # Do not replace the report of an earlier start of this run that has trained.
         is_kept = not passed and read_segments(job.run_dir)
         if loop.certify_only or not passed:
             report.write(os.path.join(job.run_dir, "refused" if is_kept else ""))
@@ -200,8 +204,8 @@ def _certify(job: Job, runtime: Runtime) -> ParityReport | None:
 
 
 def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) -> bool:
-    """Train to the end. Return True if the run was preempted. Raises `ConfigError` if it has ended
-    for a later start in its run directory."""
+    """Train until the run ends. Return True if the run was preempted. Raises `ConfigError` if the
+    run ended because a later start has taken over its run directory."""
     from parallel2d.base.device import attention_kernels, use_tf32
     from parallel2d.base.runtime import limit_waiting
     from parallel2d.launching import rank_signals
@@ -239,7 +243,7 @@ def _train(job: Job, runtime: Runtime, store: Any, report: ParityReport | None) 
             def first_step_done() -> None:
                 limit_waiting(settings.timeout)
                 monitor.limit(settings.timeout)
-                if job.config.checkpoint.enabled:  # an interrupt can save a checkpoint
+                if job.config.checkpoint.enabled:  # from now on Ctrl-C saves a checkpoint
                     rank_signals.listen_to_interrupts()
 
             def take_over() -> None:
@@ -289,11 +293,12 @@ class _Escaped(logging.Formatter):
 
 
 def _log_to(run_dir: str, identity: RankIdentity) -> None:
-    """Log rank 0 to ``train.log``, and errors of every rank to standard error.
+    """Log messages of rank 0 to ``train.log``, and errors of every rank to standard error.
 
     All other output goes through the display.
     """
-    logging.getLogger().handlers.clear()  # handlers of Hydra, if this process composed
+    # removes the handlers of Hydra, if this process has composed the job
+    logging.getLogger().handlers.clear()
     logging.raiseExceptions = False  # a full disk must not print a traceback per log line
     errors = logging.StreamHandler(sys.stderr)
     errors.setLevel(logging.ERROR)

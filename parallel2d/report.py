@@ -15,7 +15,7 @@ from parallel2d.base import files
 from parallel2d.base.errors import ConfigError
 from parallel2d.instruments.report.page import markdown, page
 from parallel2d.instruments.report.runs import Run, find_runs, read_run
-from parallel2d.launching.exit_codes import exit_code_of
+from parallel2d.launching.run_command import exit_code_of
 
 _MOST_RUNS = 24  # more runs cannot be distinguished on one page
 
@@ -25,7 +25,8 @@ def main(
 ) -> int:
     """Write the report and return the exit code.
 
-    The code is 2, with one message, for a folder that is not a run directory or cannot be written.
+    If a folder is not a run directory or cannot be written, one message is printed and the code is
+    2.
     """
     parser = argparse.ArgumentParser(
         prog=program, description="Writes report.md and report.html about one run or several."
@@ -59,7 +60,8 @@ def _write(options: argparse.Namespace) -> None:
 def _read(given: Sequence[str]) -> list[Run]:
     """Read the given runs and the runs below given folders. Raise `ConfigError` on failure.
 
-    A run below a folder that cannot be read or has no finished step is omitted, with a message.
+    A run below a given folder is omitted, with a message, if it cannot be read or has no finished
+    step.
     """
     paths = find_runs(given)
     if len(paths) > _MOST_RUNS:

@@ -1,7 +1,7 @@
 """``python -m parallel2d.train``: from the command line to a finished run.
 
-This process composes the job, checks as much as possible before a rank exists, and starts the
-ranks, which run `parallel2d.rank.rank_main`. Under torchrun and srun this process is a rank.
+This process composes the job, checks it, and starts the ranks, which run
+`parallel2d.rank.rank_main`. Under torchrun and srun this process is a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from parallel2d.base.errors import ConfigError
 from parallel2d.base.files import for_terminal
 from parallel2d.base.launcher_environment import find_rank
 from parallel2d.base.topology import Topology
-from parallel2d.launching.exit_codes import exit_code_of
 from parallel2d.launching.launcher import run_once, start_node, start_workers
 from parallel2d.launching.processes import (
     keep_others_from_writing,
@@ -29,6 +28,7 @@ from parallel2d.launching.processes import (
     workers_per_node,
 )
 from parallel2d.launching.rank_processes import start_server
+from parallel2d.launching.run_command import exit_code_of
 from parallel2d.rank import choose_layout, rank_main
 from parallel2d.training.run_directory.end import note_failure, objective_missing, read_objective
 from parallel2d.training.run_directory.start import discard_pending
@@ -52,8 +52,7 @@ def main(
         purpose: description of the command, for ``--help``.
 
     Returns:
-        0 done; 1 failed, or planned and too large; 2 a configuration that cannot run; 130
-        interrupted.
+        0 done; 1 failed, or a planned job does not fit; 2 invalid configuration; 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_standard_streams()
@@ -145,8 +144,9 @@ def _launch(job: Job) -> float | None:
 def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
     """Start the server process that forks ranks, and import the agent in the meantime.
 
-    An impossible mesh is refused before the imports, so that the error appears early. Ctrl-C
-    waits for the imports: some libraries lose an interrupt during an import, or stay half imported.
+    An impossible mesh raises `ConfigError` before the imports, so that the error appears early.
+    SIGINT is blocked during the imports: some libraries ignore an interrupt during their import, or
+    stay half imported.
     """
     open_files.prepare_rank(nodes * workers)
     open_files.prepare_launcher(workers)
@@ -163,7 +163,7 @@ def _prepare_launch(config: TrainConfig, nodes: int, workers: int) -> None:
 
 
 def _check(config: TrainConfig, nodes: int, workers: int) -> None:
-    """Check the job as far as one process can, in a fork of the server process.
+    """Run all checks of the job that one process can run, in a fork of the server process.
 
     The server process has already imported the modules that the check needs.
     """

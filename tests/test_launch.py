@@ -28,6 +28,7 @@ from jobs import wait_for
 
 from parallel2d.base.config import CompileConfig, LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import LOST
 from parallel2d.base.files import private_folders as folders
 from parallel2d.base.launcher_environment import AGENT
 from parallel2d.base.store import client as store_client
@@ -39,7 +40,6 @@ from parallel2d.launching import launcher, shared_job
 from parallel2d.launching import rendezvous_round as rounds
 from parallel2d.launching.agent import LONGEST_PAUSE_S, Restarts, launcher_environment
 from parallel2d.launching.failures import (
-    LOST,
     RankError,
     RankFailure,
     WorkersFailed,

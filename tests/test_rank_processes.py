@@ -18,8 +18,9 @@ import psutil
 import pytest
 from jobs import wait_for
 
+from parallel2d.base.exit_codes import LOST
 from parallel2d.launching import rank_processes
-from parallel2d.launching.rank_processes import LOST, PRELOADED, RankProcess, start_rank
+from parallel2d.launching.rank_processes import PRELOADED, RankProcess, start_rank
 
 MAIN = "test_rank_processes:rank_main"
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -183,6 +184,7 @@ def test_server_survives_signals_to_the_job_and_its_end_ends_its_ranks():
 
 LAUNCHER = """
 import os, psutil, sys, time
+from parallel2d.base.exit_codes import LOST
 from parallel2d.launching import rank_processes
 way, rank_processes.PRELOADED = sys.argv[1], tuple(sys.argv[2:])
 rank_processes.start_server()

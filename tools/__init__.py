@@ -1,1 +1,1 @@
-"""Scripts that make the numbers of the docs, and the tools of the tests."""
+"""Scripts that measure the figures in the documentation, and tools for the tests."""

@@ -1,12 +1,13 @@
-"""The accelerator of a rank, through its device module (`torch.get_device_module`): choice of the
-device, streams and events, memory and random state. No other file names a kind of accelerator,
-except for features that only one kind has.
+"""Functions for the accelerator of a rank: choice of the device, streams and events, memory and
+random state. They call the device module (`torch.get_device_module`), such as `torch.cuda`. Other
+files name a type of accelerator only for a feature that no other type has.
 
 [Note: one kind of stream] FSDP2 and `torch.distributed` work with the device module's classes, such
-as `torch.cuda.Stream`. The generic `torch.Stream` does not mix with these: its ``wait_event`` takes
-a `torch.cuda.Event` without an error and waits for nothing. So every stream of the package comes
-from this module, and streams are ordered by ``wait_stream``. The device module of CPUs,
-`torch.cpu`, has the same names as no-ops, so no caller needs a branch for CPUs.
+as `torch.cuda.Stream`. The generic `torch.Stream` cannot be combined with these classes: its
+``wait_event`` accepts a `torch.cuda.Event` without an error, but does not wait for the event.
+Therefore every stream of the package comes from this module, and streams are ordered by
+``wait_stream``. The device module of CPUs, `torch.cpu`, has the same names as no-ops, so no caller
+needs a branch for CPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel2d.base.errors import ConfigError
 
-# File of a driver, name of its devices, and the variables that hide all of them
+# File of a driver, name of its devices, and the environment variables that can hide all its devices
 DRIVERS = (
     ("/dev/nvidiactl", "an NVIDIA GPU", ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")),
     (
@@ -41,10 +42,11 @@ ATTENTION_KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Both names of the variable; a value that the user has set stays.
+# Two names of the same variable. A value of the user is not changed.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HIDDEN = ("", "-1", "none", "void", "nodevfiles")
-_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()  # created by `new_stream`, in use
+# the streams of `new_stream` that are in use
+_streams: weakref.WeakSet[torch.Stream] = weakref.WeakSet()
 
 
 def accelerator_type() -> str:
@@ -52,8 +54,8 @@ def accelerator_type() -> str:
     has none.
 
     Raises:
-        ConfigError: if a driver is installed and torch finds no device. Training on the CPU
-            instead would be a silent, much slower fallback.
+        ConfigError: if a driver is installed and torch finds no device. Without the error, training
+            would run on the much slower CPU without a message.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
@@ -70,16 +72,19 @@ def accelerator_type() -> str:
 
 
 def device_count() -> int:
-    """Return the number of accelerators that this process can use. Raises as `accelerator_type`."""
+    """Return the number of accelerators that this process can use. Raises `ConfigError` as
+    `accelerator_type` does."""
     kind = accelerator_type()
     return 0 if kind == "cpu" else torch.accelerator.device_count()
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Make the accelerator of this rank the current device, and return it; the CPU without one.
+    """Make the accelerator of this rank the current device, and return it. Without accelerators,
+    return the CPU.
 
     A process that sees one device (a Slurm task, a container) uses this device, regardless of its
-    local rank. Raises `ConfigError` as `accelerator_type`, and for more ranks than devices.
+    local rank. Raises `ConfigError` as `accelerator_type` does, and if the node has more ranks than
+    devices.
     """
     kind, count = accelerator_type(), device_count()
     if kind == "cpu":
@@ -111,7 +116,8 @@ def identity_of(device: torch.device) -> str:
 
 
 def backend_for(device_type: str) -> str:
-    """Return the backends of a process group for tensors on CPU and on devices of this type."""
+    """Return the backend string of a process group, with backends for the CPU and for this device
+    type."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
@@ -120,8 +126,8 @@ def backend_for(device_type: str) -> str:
 def bound_device(device: torch.device) -> torch.device | None:
     """Return the ``device_id`` for `torch.distributed.init_process_group`; None without NCCL.
 
-    With it NCCL connects the ranks at the start, and makes the groups of a mesh from this
-    connection instead of connecting each group.
+    With this argument NCCL connects the ranks at the start, and derives the groups of a mesh from
+    this connection. Otherwise each group would connect separately.
     """
     if device.type == "cpu" or dist.get_default_backend_for_device(device.type) != "nccl":
         return None
@@ -177,15 +183,16 @@ def can_compile(device_type: str) -> bool:
 
 
 def use_tf32(device_type: str) -> None:
-    """Round the inputs of fp32 matrix products to TF32 in this process; nothing on a CPU."""
+    """Round the inputs of fp32 matrix products to TF32 in this process. On a CPU nothing
+    changes."""
     if device_type != "cpu":
         torch.set_float32_matmul_precision("high")
 
 
 def attention_kernels(device_type: str) -> AbstractContextManager[object]:
-    """Choose the first of cuDNN, flash, memory-efficient and math attention that takes a call,
-    inside the context; nothing changes without CUDA."""
-    # Other accelerators have attention kernels that are not in the list.
+    """Context in which each call of attention uses the first kernel that supports the call: cuDNN,
+    flash, memory-efficient or math. Without CUDA nothing changes."""
+    # Other accelerators have attention kernels that are not in `ATTENTION_KERNELS`.
     if device_type != "cuda":
         return nullcontext()
     return sdpa_kernel(list(ATTENTION_KERNELS.values()), set_priority=True)
@@ -197,7 +204,7 @@ def synchronize(device_type: str) -> None:
 
 
 def empty_cache(device_type: str) -> None:
-    """Return unused memory of the allocator to the device."""
+    """Return unused memory from torch's allocator to the device."""
     if device_type != "cpu":
         _module(device_type).empty_cache()
 
@@ -210,7 +217,7 @@ def memory_stats(device: torch.device) -> Mapping[str, Any]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start new peaks in `memory_stats` of an accelerator."""
+    """Reset the peak values in the `memory_stats` of an accelerator."""
     _module(device.type).reset_peak_memory_stats(device)
 
 
@@ -221,7 +228,8 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def random_state(device_type: str) -> Tensor | None:
-    """Return the state of the random generator of the current device, on CPU; None for the CPU."""
+    """Return the state of the random generator of the current device, as a CPU tensor. None if the
+    device is the CPU."""
     return None if device_type == "cpu" else _module(device_type).get_rng_state().cpu()
 
 
@@ -245,8 +253,8 @@ def timed_event(device_type: str) -> torch.Event:
 
 
 def new_stream(device_type: str) -> torch.Stream:
-    """Return a high-priority stream for communication, as FSDP2 uses. With normal priority, kernels
-    that pack and unpack messages would wait for kernels of the model."""
+    """Return a high-priority stream for communication; FSDP2 uses high priority too. With normal
+    priority, the kernels that pack and unpack messages would wait for kernels of the model."""
     stream = cast(torch.Stream, _module(device_type).Stream(priority=-1))
     if device_type != "cpu":
         _streams.add(stream)
@@ -283,7 +291,8 @@ def sent_to(device: torch.device, values: Tensor) -> Tensor:
 
 
 def host_buffer(size: int, device_type: str) -> Tensor:
-    """Return ``size`` bytes of CPU memory that a device can copy to without a wait of the host.
+    """Return ``size`` bytes of CPU memory. A device can copy to this memory while the host
+    continues.
 
     `free_host_buffer` must be called before the tensor is freed.
     """
@@ -302,8 +311,8 @@ def free_host_buffer(buffer: Tensor, device_type: str) -> None:
 
 
 def keep_until_done(tensor: Tensor) -> None:
-    """Keep the memory of ``tensor``, which another stream allocated, until the current stream has
-    read it.
+    """Keep the memory of ``tensor`` until the current stream has read it. Needed if another stream
+    has allocated the tensor.
 
     Otherwise the allocator may reuse the memory as soon as the tensor is freed on the host.
     """

@@ -19,7 +19,7 @@ class HookError(PlainError):
 
 
 class EndsSweep(Exception):  # noqa: N818 (named after what follows)
-    """Stop of a job that also ends its sweep."""
+    """Stop of a job that also ends the sweep that the job belongs to."""
 
 
 def nearest_matches(

@@ -1,10 +1,11 @@
-"""Collectives of small Python values, sent as JSON: `all_gather`, `gather` and `broadcast`; checks
-that all ranks see the same folder and data; `reduce` for a tensor of a custom training loop.
+"""Collectives for small Python values: `all_gather`, `gather` and `broadcast`. The values are sent
+as JSON. The module also checks that all ranks see the same folder and data, and has `reduce` for a
+tensor of a custom training loop.
 
-torch's object collectives pickle, and a pickle from the network can run code. The values of this
-module are None, booleans, numbers, strings, bytes, lists, tuples, sets, dictionaries, dtypes, small
-tensors, and the dataclasses and errors that `sendable` has registered. Receivers get the same
-types.
+torch's object collectives are not used, because they unpickle received data, which can run any
+code. The values of this module are None, booleans, numbers, strings, bytes, lists, tuples, sets,
+dictionaries, dtypes, small tensors, and the dataclasses and errors that `sendable` has registered.
+Receivers get the same types.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _meeting: Callable[[str], None] | None = None
 
 
 def meet_before_collectives(function: Callable[[str], None]) -> None:
-    """Register ``function``, which `meet` calls before a collective of all ranks outside of a
-    model. ``function`` raises an error on ranks that call different collectives."""
+    """Register ``function``. `meet` calls it before a collective of all ranks outside of a model.
+    ``function`` raises an error if ranks are about to call different collectives."""
     global _meeting
     _meeting = function
 
@@ -57,8 +58,8 @@ _members: ContextVar[dist.ProcessGroup | None] = ContextVar("members", default=N
 
 @contextlib.contextmanager
 def among(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Restrict the exchanges of this thread to the ranks of ``group`` inside the context. None does
-    not change the ranks."""
+    """Restrict the collectives of this module to the ranks of ``group``, in this thread and inside
+    the context. None does not change the ranks."""
     token = _members.set(group or _members.get())
     try:
         yield
@@ -67,12 +68,12 @@ def among(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def group_of_members() -> dist.ProcessGroup | None:
-    """Return the group of `among`; None for all ranks."""
+    """Return the group that `among` has set; None stands for all ranks."""
     return _members.get()
 
 
 def members() -> list[int]:
-    """Return the global ranks that `all_gather` asks, in the order of its values."""
+    """Return the global ranks whose values `all_gather` returns, in the same order."""
     ranks = dist.get_process_group_ranks(_members.get() or dist.group.WORLD)
     return list(filter(is_present, ranks))  # failed ranks have no value
 
@@ -87,8 +88,8 @@ def leader(group: dist.ProcessGroup | None = None) -> int:
 
 
 def sendable(kind: _Class) -> _Class:
-    """Class decorator that registers a dataclass, a named tuple or an exception with one text for
-    sending."""
+    """Class decorator. Registers a dataclass, a named tuple, or an exception with one text
+    argument, so that its objects can be sent."""
     _sendable[_name(kind)] = kind
     return kind
 
@@ -98,15 +99,16 @@ def _name(kind: type) -> str:
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks of ``group``, in order. Collective. Raises TypeError for a
-    value of another type."""
+    """Return the values of all ranks of ``group``, in the order of the ranks. Collective. Raises
+    TypeError for a value of an unregistered type."""
     return _decoded(_received(value, group))
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = None) -> list[Any]:
     """Like `all_gather`, but only global rank ``to`` (default: the first) gets the values; other
     ranks get an empty list."""
-    # A ring of all ranks: `dist.gather` would open a connection from each rank to this one.
+    # An all-gather connects each rank only to its neighbors. `dist.gather` would connect every rank
+    # to this rank.
     received = _received(value, group)
     if dist.get_rank() != (leader(group) if to is None else to):
         return []
@@ -115,7 +117,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, to: int | None = 
 
 def broadcast(value: Any, source: int | None = None, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank ``source`` (default: the first). Collective. Raises TypeError for a
-    value of another type."""
+    value of an unregistered type."""
     group = group or _members.get()
     source = leader(group) if source is None else source
     device = _device(group)
@@ -154,7 +156,7 @@ def _received(value: Any, group: dist.ProcessGroup | None) -> list[Tensor]:
         lengths.append(torch.zeros(1, dtype=torch.int64, device=device))
     dist.all_gather(lengths, torch.tensor([data.numel()], device=device), group=group)
     sizes = list(map(int, lengths))
-    # Gathering needs tensors of one shape: pad with zeros to the longest.
+    # An all-gather needs tensors of equal shape, so each is padded with zeros to the largest size.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     own[: data.numel()] = data
     received = [torch.zeros_like(own) for _ in sizes]
@@ -166,7 +168,7 @@ def _decoded(received: list[Tensor]) -> list[Any]:
     found: list[Any] = []
     for part in received:
         data = part.cpu().numpy().tobytes()
-        # A failed rank has sent nothing, or only its length: no JSON begins with a zero byte.
+        # If a rank has failed, its row is still zero. JSON never begins with a zero byte.
         if data[:1].strip(b"\0"):
             found.append(decode(data))
     return found
@@ -204,7 +206,7 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(entry: dict[str, Any]) -> Any:
-    ((kind, parts),) = entry.items()  # of `_plain`; restored already
+    ((kind, parts),) = entry.items()  # a dictionary of `_plain`; its parts are restored already
     return _sendable[kind](*parts) if kind in _sendable else _KINDS[kind].from_json(parts)
 
 
@@ -228,7 +230,7 @@ def _items(value: Iterable[Any]) -> list[Any]:
 def _tensor_parts(value: Tensor) -> list[Any]:
     if value.layout != torch.strided:
         raise TypeError(f"a {value.layout} tensor cannot be sent to other ranks")
-    # A conjugated or negated view holds the bytes of its base.
+    # The bytes of a conjugated or negated view are those of its base, so resolve the view.
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [_plain(value.dtype), list(value.shape), _plain(data)]
@@ -323,7 +325,7 @@ def check_shared(folder: str) -> None:
 
 
 def check_same_data(fingerprint: str) -> None:
-    """Raise `ConfigError` with the nodes that read other data than rank 0. Collective."""
+    """Raise `ConfigError` with the nodes whose data differ from the data of rank 0. Collective."""
     _refuse_where(
         fingerprint != agreed("data", broadcast(fingerprint)),
         "data differ from those of rank 0 (other files, or another Python's library)",
@@ -331,7 +333,8 @@ def check_same_data(fingerprint: str) -> None:
 
 
 def _refuse_where(wrong: bool, what: str) -> None:
-    """Raise `ConfigError` on every rank, with the hosts of the ranks that pass True."""
+    """Raise `ConfigError` on every rank if any rank passes True, with the hosts of these ranks.
+    Collective."""
     answers = all_gather(socket.gethostname() if wrong else None)
     hosts = sorted(set(filter(None, answers)))
     if hosts:
@@ -351,13 +354,13 @@ def reduce(
 ) -> Any:
     """Return a new tensor with ``value`` reduced over the ranks of ``group``. Collective.
 
-    The result has the dtype and device of ``value``, with two exceptions: a mean of integers or
-    booleans is fp64, because a rounded mean is hardly ever intended, and a sum of booleans is
-    int64. bf16 and fp16 are added in fp32. ``value`` itself is not changed.
+    The result has the dtype and device of ``value``, with two exceptions. A mean of integers or
+    booleans is fp64, because a rounded mean is rarely intended. A sum of booleans is int64. Values
+    in bf16 and fp16 are added in fp32. ``value`` is not changed.
 
     Args:
-        value: a tensor. Values of other types are returned unchanged. Without a process group a
-            tensor is returned as a copy.
+        value: a tensor. Values of other types are returned unchanged. Without a process group, the
+            result is a copy of the tensor.
         group: default: all ranks.
         op: ``mean`` (or ``avg``), ``sum``, ``max``, ``min``, ``product``, or a ``dist.ReduceOp``.
 
@@ -412,6 +415,6 @@ def _dtypes_of(
         kept = torch.float64
     elif dtype == torch.bool and operation == dist.ReduceOp.SUM:
         kept = torch.int64
-    # Narrow floats would round every sum; booleans cannot be reduced by every backend.
+    # In bf16 and fp16 every sum would be rounded. Some backends cannot reduce booleans.
     wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.int64}
     return wider.get(kept, kept), kept

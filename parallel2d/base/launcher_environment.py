@@ -1,5 +1,5 @@
-"""The environment variables of torchrun, Slurm's srun and our launcher, and the rank of this
-process: `find_rank`."""
+"""Reads the rank of this process from the environment variables of torchrun, Slurm's srun or our
+launcher: `find_rank`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from parallel2d.base.errors import ConfigError
 
 # The launcher sets these variables for its workers.
-JOB = "PARALLEL2D_JOB"  # on a single node: the file of the job
-AGENT = "PARALLEL2D_AGENT"  # the folder of the launcher, which is removed at its exit
+JOB = "PARALLEL2D_JOB"  # on a single node: path of the file with the job
+# the folder for records of the launcher, which removes the folder when it ends
+AGENT = "PARALLEL2D_AGENT"
 # The endpoint of the workers' store, and the prefix of their keys
 STORE, PREFIX = "PARALLEL2D_STORE", "PARALLEL2D_STORE_PREFIX"
-# 1 if the launcher serves the store of all nodes, which ends with the launcher
+# 1 if this node's launcher serves the store of all nodes. The store ends with this launcher.
 HAS_STORE = "PARALLEL2D_HAS_STORE"
 # Restart count of the ranks of this replica
 INCARNATION = "PARALLEL2D_LIFE"
 # A folder in shared memory for the ranks of this node, which the launcher removes at its exit
 MEMORY_DIR = "PARALLEL2D_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
-# Slurm step ids from here on are shells (batch, interactive, extern), not srun steps
+# Slurm step ids of at least this value are shells (batch, interactive, extern), not srun steps
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -41,8 +42,9 @@ class RankIdentity:
 def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdentity | None:
     """Return the `RankIdentity` from the environment, or None if this process is not a rank.
 
-    Under srun only a task of a step with several tasks is a rank; the shell of ``salloc`` or ``srun
-    --pty`` is not. The variables that torch needs are derived from Slurm's variables and set.
+    Under srun, a process is a rank only if its step has several tasks. The shell of ``salloc`` or
+    ``srun --pty`` is not a rank. This function also sets the variables that torch needs, from
+    Slurm's variables.
 
     Raises:
         ConfigError: for an incomplete set of variables.
@@ -61,7 +63,7 @@ def find_rank(environment: MutableMapping[str, str] | None = None) -> RankIdenti
         nodes=_integer(env, "GROUP_WORLD_SIZE", "1"),
         launcher=launcher,
     )
-    # Not part of the identity, but the error is clearer here than at the use of the port.
+    # The port is not part of the identity. Checked here, because a later error would be less clear.
     _integer(env, "MASTER_PORT")
     if identity.rank >= identity.world_size:
         raise ConfigError(f"RANK={identity.rank} must be below WORLD_SIZE={identity.world_size}")

@@ -18,14 +18,15 @@ def free_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # "max" stands for no limit
         with open("/proc/self/cgroup") as file:
             group = next(line.strip().split("::", 1)[1] for line in file if line.startswith("0::"))
-        # This control group or any of its parents may set the limit.
+        # The limit may be set for this control group or for any of its parents.
         while True:
             with contextlib.suppress(OSError, ValueError):
                 facts = {}
                 for name in ("max", "current", "stat"):
                     with open(os.path.join(_CGROUPS, group.lstrip("/"), f"memory.{name}")) as file:
                         facts[name] = file.read()
-                # Inactive file caches count as used memory, and are reclaimed when needed.
+                # Inactive file caches count as used memory, but the kernel frees them when memory
+                # is needed.
                 words = facts["stat"].split()
                 cached = int(words[words.index("inactive_file") + 1])
                 available = min(available, int(facts["max"]) - int(facts["current"]) + cached)
@@ -40,8 +41,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep up to 1 GiB of freed memory for the next allocations. Otherwise every step
-    pays for new pages of its gradients. Other allocators are not changed."""
+    """Make glibc keep up to 1 GiB of freed memory for the next allocations. Otherwise the kernel
+    must provide new pages for the gradients in every step. With another C library nothing
+    changes."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         # Larger blocks are always returned to the system: 32 MiB is glibc's maximum.

@@ -1,5 +1,5 @@
-"""Marks of collectives for a meter: `control_traffic` and `wait`. Both are nearly free while no
-meter is installed.
+"""Functions that tell a meter about collectives: `control_traffic` marks them, and `wait` measures
+a wait. Without a meter both cost almost no time.
 
 torch's hooks of a process group see the start of each collective of the group. The hooks do not see
 the purpose of a collective, or the wait for an asynchronous collective.
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# Group -> function that runs and measures a wait for one of its collectives
+# Group -> function that runs and measures the wait for a collective of the group
 timers: dict[dist.ProcessGroup, Callable[[Callable[[], object]], None]] = {}
 
 
@@ -26,7 +26,8 @@ _thread = _Thread()
 
 @contextmanager
 def control_traffic() -> Iterator[None]:
-    """Mark the collectives of this thread as control traffic: votes, sums over a step, objects.
+    """Mark the collectives of this thread inside the context as control traffic, such as the status
+    of a step or Python values.
 
     A mesh axis that spans the world uses the default process group, as control traffic does. The
     meter does not attribute marked collectives to an axis.

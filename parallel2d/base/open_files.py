@@ -1,4 +1,5 @@
-"""Limit of open files (descriptors) of this process; every connection counts as one."""
+"""Checks and raises the limit of open files of this process. Every connection counts as an open
+file."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ def raise_limit() -> int:
 
 
 def prepare_rank(ranks: int, *, replicas: int = 1) -> None:
-    """Raise the soft limit of this process, so that one rank of a job of ``ranks`` ranks can run in
-    it. A rank opens files and connects to some of its peers. ``replicas``: the number of replicas
-    if replicas may fail, because a rank then connects to its peer in each replica. Raises
-    `ConfigError` for a hard limit that is too low."""
+    """Raise the soft limit of this process for a rank of a job with ``ranks`` ranks. A rank opens
+    files and connects to some of its peers. ``replicas``: the number of replicas if replicas may
+    fail, because a rank then connects to its peer in each replica. Raises `ConfigError` if the hard
+    limit is too low."""
     _prepare(int(0.5 * (ranks - 1)) + 5 * (replicas - 1) + 60, f"a rank of {ranks}")
 
 
@@ -34,7 +35,8 @@ def prepare_launcher(workers: int) -> None:
 
 
 def _prepare(needed: int, needs: str) -> None:
-    """Raise the soft limit to ``needed``, as measured by tools/bench/scale.py and rounded up."""
+    """Raise the soft limit. Raises `ConfigError` if it is below ``needed``, which callers compute
+    from the measurements of tools/bench/scale.py."""
     limit = raise_limit()
     if limit < needed:
         raise ConfigError(

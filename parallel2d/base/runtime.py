@@ -3,10 +3,10 @@
 The train command uses `process_group`. `setup`, `teardown`, `limit_waiting` and `barrier` are for
 custom training loops, and use the same functions.
 
-[Note: two timeouts] The first step of a run compiles, connects the ranks of every group and reads
-from a cold file system, so ranks may wait for each other far longer than in any later step. Groups
-start with the longer timeout. After the first step `limit_waiting` lowers the timeout of all
-groups, so that a hang is noticed early.
+[Note: two timeouts] In the first step of a run, ranks compile, connect the ranks of every group and
+read files that are not cached. They may wait for each other far longer than in later steps.
+Therefore groups start with a longer timeout. After the first step `limit_waiting` lowers the
+timeout of all groups, so that a hang is noticed early.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ log = logging.getLogger(__name__)
 def connect(identity: RankIdentity, settings: LaunchConfig | None = None) -> Any:
     """Connect to the store of this job's ranks.
 
-    Under our launchers this is the rendezvous store. Under srun rank 0 opens a store at
-    MASTER_ADDR. torchrun provides its own store.
+    The launchers of this package provide the rendezvous store, and torchrun provides torch's store.
+    Under srun, rank 0 opens a store at MASTER_ADDR.
 
     Args:
         settings: for srun, the location of the secret.
 
     Raises:
-        ConfigError: if the address is taken or does not answer, and under srun without a secret.
-        RuntimeError: in place of `ConfigError` under our launchers, which create a new store at
-            every start.
+        ConfigError: if the address is taken or does not answer, or if the secret is missing under
+            srun.
+        RuntimeError: instead of `ConfigError` if a launcher of this package chose the address.
     """
     if identity.launcher in ("self", "nodes"):
         try:
             client = StoreClient(os.environ[STORE], os.environ[VARIABLE])
         except ConfigError as error:
-            # The launcher chose the address, so the configuration is not at fault.
+            # The launcher chose the address, so the error is not in the configuration.
             raise RuntimeError(str(error)) from None
         return dist.PrefixStore(os.environ[PREFIX], client)
     host = os.environ["MASTER_ADDR"]
@@ -104,8 +104,9 @@ def _store_of_torchrun(host: str, port: int) -> Any:
             f"MASTER_ADDR:MASTER_PORT={host}:{port} {reason}; choose another --master-port"
         ) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return store  # the counters of several nodes may differ
-    # torchrun reuses the store when it restarts ranks, including addresses of ended ranks.
+        return store  # without a prefix, because the restart counts of nodes may differ
+    # When torchrun restarts ranks, the store still has the addresses of the ended ranks. A prefix
+    # per restart separates the keys.
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -125,7 +126,8 @@ class Runtime:
 _setups = 0  # number of `setup` calls of this process; each call uses separate keys in the store
 _stores: dict[tuple[str, ...], Any] = {}  # address -> the latest store of `setup`
 _servers: list[StoreServer] = []  # under srun, on rank 0, until this process ends
-_undo: dict[Callable[[], object], None] = {}  # a set in the order of the `on_teardown` calls
+# its keys are the functions, in the order of the `on_teardown` calls
+_undo: dict[Callable[[], object], None] = {}
 _patient: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _hosts: tuple[str, ...] = ()  # by rank, while a process group of this package exists
 
@@ -137,27 +139,28 @@ def setup(
     *,
     replicas: bool = False,
 ) -> Runtime:
-    """Initialize the default process group of the ranks that torchrun, srun or ``python -m
-    parallel2d.launch run`` started, or of only this process if no launcher started it. Collective.
+    """Initialize the default process group. Its ranks are the processes that torchrun, srun or
+    ``python -m parallel2d.launch run`` started. If no launcher started this process, it is the only
+    rank. Collective.
 
-    The backend is gloo on CPU; with GPUs it is NCCL for GPU tensors and gloo for CPU tensors, and
-    the GPU of ``LOCAL_RANK`` becomes the current device. `setup` may be called again after
-    `teardown`. The connection to the store stays open in between, because another process may take
-    the address of a closed store.
+    Without GPUs the backend is gloo. With GPUs the backend is NCCL for GPU tensors and gloo for CPU
+    tensors, and the GPU of ``LOCAL_RANK`` becomes the current device. `setup` may be called again
+    after `teardown`. `teardown` does not close the store, because another process could take its
+    address.
 
     Args:
         timeout_s: seconds that a collective may wait for a late rank after
             ``limit_waiting(timeout_s)``.
-        first_timeout_s: the same before ``limit_waiting``; default: the larger of 1800 and
-            ``timeout_s``. See [Note: two timeouts].
+        first_timeout_s: seconds that a collective may wait before the call of ``limit_waiting``;
+            default: the larger of 1800 and ``timeout_s``. See [Note: two timeouts].
         host_id: overrides the detected host identity; `parallel2d.build_mesh` derives the ranks of
             each node from it.
         replicas: True if training continues after replicas have failed; see `parallel2d.Replicas`.
             ``launch run`` restarts failed replicas on CPU.
 
     Raises:
-        ConfigError: if a process group exists, for incomplete environment variables, more ranks
-            than GPUs, or a first timeout below ``timeout_s``.
+        ConfigError: if a process group exists, if environment variables are missing, if a node has
+            more ranks than GPUs, or if ``first_timeout_s`` is below ``timeout_s``.
     """
     global _setups
     if dist.is_initialized():
@@ -176,7 +179,8 @@ def setup(
             rank=0, world_size=1, local_rank=0, node=0, nodes=1, launcher="none"
         )
     else:
-        # After a restart of the job a new store listens at the same address.
+        # After a restart of the job, a new store may listen at the same address, so the restart
+        # count is part of the key.
         names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         key = tuple(os.environ.get(name, "") for name in names)
         if key not in _stores:
@@ -200,13 +204,12 @@ def teardown(wait_s: float = 30.0) -> None:
     process, so that `setup` can be called again.
 
     Waits up to ``wait_s`` seconds for the other ranks to call `teardown`, so that no rank loses its
-    connection during a collective. Then all process groups are destroyed, torch's caches of meshes
-    are cleared, hooks of process groups and signal handlers of this package are removed, and memory
-    is returned. Drop your references to model, optimizer and mesh first: referenced objects are not
-    freed. Does nothing without a process group.
+    connection during a collective. Then this function destroys all process groups, clears torch's
+    caches of meshes, and removes the signal handlers and hooks of this package. Delete your
+    references to model, optimizer and mesh first, because referenced objects are not freed.
     """
-    # Last in, first out. Each entry is removed before its call, so an error does not repeat the
-    # call.
+    # In reverse order of registration. Each function is removed before it is called, so that it is
+    # not called again after an error.
     while _undo:
         undo, _ = _undo.popitem()
         undo()
@@ -230,8 +233,8 @@ def process_group(
     together: int | None = None,
     replica_backend: str = "gloo",
 ) -> Iterator[Runtime]:
-    """Set up the process group on a store, and tear it down at the end; see `setup`. At the end the
-    ranks wait for each other, except after an exception.
+    """Context with a process group that uses ``store``; see `setup`. At the end the ranks wait for
+    each other, except after an exception, and the group is destroyed.
 
     Args:
         together: number of ranks that start together if replicas may fail; otherwise None.
@@ -260,9 +263,9 @@ def _join(
     global _hosts
     device = _choose_device(identity)
     prepare_rank(identity.world_size)
-    # Gloo then connects a pair of ranks at their first message. Otherwise each group connects every
-    # rank with all others, and reads their addresses from the store: N descriptors per rank and
-    # group, and 8 N^3 bytes for N ranks.
+    # With this variable, gloo connects two ranks at their first message. Otherwise each group would
+    # connect every rank with all others. For N ranks, this takes N descriptors per rank and group,
+    # and the ranks read 8 N^3 bytes of addresses from the store.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     waits = LaunchConfig(timeout=timeout_s, first_step_timeout=first_timeout_s)
     rank, size = identity.rank, identity.world_size
@@ -293,7 +296,8 @@ def _join(
 
 
 def _choose_device(identity: RankIdentity) -> torch.device:
-    """Return this rank's device. Raises `ConfigError` as `device.choose_device`."""
+    """Return the device of this rank. The errors of `device.choose_device` also name the rank and
+    the host."""
     try:
         return devices.choose_device(identity.local_rank)
     except ConfigError as error:
@@ -317,7 +321,8 @@ def _refuse_shared_devices(device: torch.device, topology: Topology) -> None:
 
 
 def _leave(wait_s: float) -> None:
-    """Destroy all process groups and free torch's resources of them; see `teardown`."""
+    """Destroy all process groups and free the resources that torch holds for them; see
+    `teardown`."""
     global _hosts
     if dist.is_initialized():
         replicas = current()
@@ -334,8 +339,8 @@ def _leave(wait_s: float) -> None:
 
 
 def _await_leaving(timeout: timedelta) -> None:
-    """Wait until all ranks have called this function. Rank 0, which may host the store, leaves
-    last."""
+    """Wait until all ranks have called this function. Rank 0 returns last, because it may serve the
+    store."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     try:
@@ -346,7 +351,7 @@ def _await_leaving(timeout: timedelta) -> None:
         if rank == 0:
             store.wait(["parallel2d/left/all"], timeout)
     except RuntimeError as error:
-        # Another rank is late or has failed, or the store has ended: leave without it.
+        # Another rank is late or has failed, or the store has ended. Leave without waiting longer.
         log.warning("rank %d did not wait for all others to leave: %s", rank, _short(error))
 
 
@@ -357,9 +362,9 @@ def _count_in(store: Any, key: str) -> None:
 
 
 def release_groups() -> None:
-    """Free torch's resources of destroyed process groups: threads and, with GPUs, memory. Sharded
-    models and their mesh form reference cycles, and torch caches `DTensor` sharding decisions under
-    keys that reference meshes."""
+    """Free the resources that torch holds for destroyed process groups: threads and, with GPUs,
+    memory. Two kinds of references keep them alive: reference cycles between sharded models and
+    their mesh, and torch's caches of `DTensor` sharding decisions, whose keys reference meshes."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
@@ -370,9 +375,9 @@ def release_groups() -> None:
 
 
 def patient_group(timeout: timedelta, part: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks, or of the ranks of ``part``, for work that waits for disks:
-    `limit_waiting` does not change its ``timeout``. Collective."""
-    # If replicas may fail, only a group of the default backend survives the failure.
+    """Create a gloo group of all ranks, or of the ranks of ``part``, for collectives that wait for
+    disks. `limit_waiting` does not change the ``timeout`` of this group. Collective."""
+    # If replicas may fail, only a group with the default backend still works after a failure.
     backend = None if current() is not None else "gloo"
     # Ranks outside of ``part`` do not call this function.
     group = dist.new_group(
@@ -388,9 +393,10 @@ def patient_group(timeout: timedelta, part: dist.ProcessGroup | None = None) -> 
 
 def limit_waiting(seconds: float) -> None:
     """Set the timeout of all existing process groups: a collective waits at most ``seconds`` for a
-    late rank. Call it after the first step; see [Note: two timeouts]. New groups have torch's
-    default timeout, and groups of a mesh from `parallel2d.build_mesh` the world's timeout. Groups
-    for saving checkpoints keep their timeout."""
+    late rank. Call this function after the first step; see [Note: two timeouts]. It does not change
+    groups that are created later, and the groups for saving checkpoints keep their timeout. A new
+    group has torch's default timeout; groups of a new mesh from `parallel2d.build_mesh` have the
+    timeout of the default group."""
     limit = timedelta(seconds=seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in _patient:
@@ -410,11 +416,12 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
     """Block until every rank has called this function with the same ``name``. With a GPU, also wait
     for all issued work of the device.
 
-    The barrier runs over the store, with any backend. Without a process group it returns at once.
+    The barrier uses the store, so it works with any backend. Without a process group it returns
+    immediately.
 
     Args:
         name: identifies the barrier.
-        timeout_s: default: the world's timeout.
+        timeout_s: seconds to wait; default: the timeout of the default process group.
 
     Raises:
         TimeoutError: on every rank that waited longer than ``timeout_s``, naming the late ranks
@@ -446,15 +453,15 @@ def barrier(name: str, timeout_s: float | None = None) -> None:
         # The last rank may have arrived between the end of the wait and this check.
         if not store.check([f"{key}/all"]):
             raise error
-    # All ranks are in this call, so all have left the previous call: its keys are unused.
+    # All ranks have reached this call, so they have left the previous call. Its keys are deleted.
     if rank == 0 and number > 1:
         for last in (*range(ranks), "arrived", "all"):
             store.delete_key(f"parallel2d/barrier/{name}/{number - 1}/{last}")
 
 
 def _absent(store: Any, key: str, ranks: int) -> list[str]:
-    """Return ``rank 3 on node1`` for each rank that has not set its key; without hosts outside of
-    `setup`."""
+    """Return ``rank 3 on node1`` for each rank that has not set its key. The host is omitted if
+    `setup` did not create the process group."""
     late = []
     for rank in filter(is_present, range(ranks)):
         if not store.check([f"{key}/{rank}"]):

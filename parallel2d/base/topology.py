@@ -37,9 +37,10 @@ class Topology:
 
         replicas = current()
         if replicas is not None and replicas.hosts:
-            return cls(tuple(replicas.hosts))  # already known, and some ranks may have failed
+            # the hosts are known already, and failed ranks could not take part in a gather
+            return cls(tuple(replicas.hosts))
         if host_id is None:
-            # Other systems than Linux have no /proc; only the host name decides.
+            # Without /proc, on other systems than Linux, only the host name distinguishes hosts.
             namespace = 0
             with contextlib.suppress(OSError):
                 namespace = os.stat("/proc/self/ns/net").st_ino
@@ -51,16 +52,16 @@ class Topology:
         return cls(tuple(hosts.get(rank, "") for rank in range(dist.get_world_size())))
 
     def completed(self, world_size: int, nodes: int) -> Topology:
-        """Return the topology with the missing ranks, on additional hosts. ``nodes``: the number of
-        equal nodes that are alive."""
+        """Return a topology of ``world_size`` ranks: this topology, and the missing ranks on
+        additional hosts. ``nodes``: the number of live nodes, which have equal numbers of ranks."""
         here = len(self.hosts)
         absent = [f"node {rank * nodes // here} (absent)" for rank in range(here, world_size)]
         return Topology((*self.hosts, *absent))
 
     @classmethod
     def equal_hosts(cls, hosts: int, ranks: int) -> Topology:
-        """Return a topology of ``hosts`` machines with ``ranks`` ranks each, for a launcher on one
-        of several nodes."""
+        """Return a topology of ``hosts`` machines with ``ranks`` ranks each. A launcher uses it
+        before the ranks exist."""
         by_rank: list[str] = []
         for host in range(hosts):
             by_rank += [f"host {host}"] * ranks

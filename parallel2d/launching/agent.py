@@ -1,20 +1,21 @@
 """One node's launcher: `run_node` starts its ranks, watches them, and restarts them.
 
-It decides if and when ranks restart, and converts a failure to one exception with the error of the
-rank that failed first. The nodes agree in `Round` on the members of a start.
+The launcher decides whether and when ranks restart. It converts a failure to one exception, with
+the error of the rank that failed first. In `Round` the nodes agree on the nodes that start
+together.
 
-[Note: reasons for a restart] There are three. (1) A worker failed: the other workers of this node
-are ended at once, because they would wait for it without end; see [Note: a storm of restarts]. (2)
-The nodes changed, because a node wants to join: workers are asked to stop, so that they save and no
-step is repeated. (3) A worker stopped because some rank received a signal to stop (a node is being
-taken away): all workers have saved, and the other nodes continue. Running workers are ended without
-a save for one reason only: the other nodes have continued without this node after it had timed out.
+[Note: reasons for a restart] All workers restart for one of four reasons. (1) A worker failed. The
+launcher ends the other workers of this node immediately, because they would wait for the failed
+worker forever; see [Note: a storm of restarts]. (2) A node wants to join. The workers are asked to
+stop: they save, and no step is repeated. (3) A scheduler takes a node away, and a rank received its
+signal to stop. All workers have saved, and the other nodes continue. (4) This node timed out, and
+the other nodes continued without it. The launcher ends its workers without a save.
 
-[Note: a storm of restarts] A limit for the whole job would end a run of a month at its twentieth
-failed node; without a limit a broken step would repeat endlessly. Therefore the limit applies to
-consecutive failures without progress, that is, without a new furthest step. The workers restart at
-once after the first of these failures, and after 1, 2, 4 ... seconds (at most a minute) after the
-following failures.
+[Note: a storm of restarts] A limit on all restarts of a job would end a month-long run after a few
+failed nodes. Without a limit, a step that always fails would repeat forever. Therefore the limit
+counts consecutive failures without progress; progress is a step that no attempt has reached before.
+After the first of these failures the workers restart immediately. After the following failures they
+restart after 1, 2, 4 ... seconds, at most one minute.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ _FAILURE = "parallel2d/failure-of-job"  # the first node to set this key shows t
 
 
 class Restarts:
-    """Decides if failed workers may restart, and after which pause; see [Note: a storm of
-    restarts].
+    """Decides whether failed workers may restart, and how long they wait before the restart; see
+    [Note: a storm of restarts].
 
     Args:
-        limit: number of consecutive failures without progress that are followed by a restart.
-        step: called after each failure; returns the last step that has begun.
+        limit: largest number of consecutive failures without progress after which workers restart.
+        step: function that returns the last step that has begun; called after each failure.
     """
 
     def __init__(self, limit: int, step: Callable[[], int]) -> None:
@@ -89,17 +90,19 @@ class NodeWorkers:
     words: Sequence[str]  # command-line arguments of each rank
     size: int
     settings: LaunchConfig
-    folder: str  # exists as long as this launcher
-    logs: str | None = None  # folder for the output of ranks after the first; None: the console
+    folder: str  # deleted when this launcher ends
+    # Folder for the output of all ranks except the first; None: the console
+    logs: str | None = None
     main: str = "parallel2d.rank:rank_main"  # called by each rank with ``words``
-    save: bool = False  # True if they can save
-    have_saved: bool = False  # they saved, or left, at their last end
-    has_left: bool = False  # after a signal, while the other replicas continue
+    save: bool = False  # True if the ranks can save a checkpoint
+    # True if the ranks had finished or stopped on request when they last ended
+    have_saved: bool = False
+    has_left: bool = False  # True if the ranks ended after a signal and the other replicas continue
     starts: int = 0  # number of starts of all ranks
 
     def __post_init__(self) -> None:
         limit = self.settings.max_restarts
-        if limit == "auto":  # a user usually watches a job on one node
+        if limit == "auto":  # no restart on one node, where a user usually watches the job
             limit = 0 if self.settings.node_range == (1, 1) else 5
         self.restarts = Restarts(int(limit), self.last_step)
 
@@ -115,10 +118,10 @@ class NodeWorkers:
 
 @contextlib.contextmanager
 def launcher_environment(environment: dict[str, str]) -> Iterator[str]:
-    """Create this launcher's folders, a folder for records and a folder in shared memory for
-    in-memory checkpoints, and announce them to its workers together with ``environment``. Yields
-    the folder for records, and deletes both folders at the end. Raises `ConfigError` if another
-    user holds one of the names."""
+    """Create two folders for this launcher, and set ``environment`` and the variables with their
+    paths for its workers. One folder is for records. The other folder is in shared memory, for
+    in-memory checkpoints. Yields the folder for records, and deletes both folders at the end.
+    Raises `ConfigError` if another user owns a folder with one of the names."""
     places = {AGENT: folders.temporary_place()}
     if os.path.isdir(SHARED_MEMORY) and MEMORY_DIR not in os.environ:
         places[MEMORY_DIR] = SHARED_MEMORY
@@ -141,8 +144,8 @@ def run_node(workers: NodeWorkers, rendezvous: Rendezvous) -> None:
     """Run this node's ranks until the job ends; see [Note: reasons for a restart].
 
     Raises `ConfigError` or `WorkersFailed` with the error of the rank that failed first;
-    `StoreLost`; and `Signalled` after this process has received a signal to end and has ended its
-    ranks.
+    `StoreLost` if the store no longer answers; or `Signalled` after this process has received a
+    signal to end and has ended its ranks.
     """
     try:
         with Round(rendezvous, workers.size, workers.settings) as current:
@@ -184,7 +187,7 @@ class _Node:
         self.lost: LostReplicas | None = None
 
     def run(self) -> None:
-        """Start the ranks, repeatedly, until the job ends or must end."""
+        """Start and restart the ranks until the job ends or must end."""
         grace_s = self.workers.settings.grace_s
         late = JoiningNode(self._round, self._rendezvous.store, self.workers.log)
         has_failed = False
@@ -215,7 +218,7 @@ class _Node:
         return self.ended_well() and self.lost is not None and self.lost.has_left()
 
     def _start(self) -> LostReplicas:
-        """Start the ranks of this node with their numbers in the job."""
+        """Start the ranks of this node, with their ranks in the job as RANK."""
         state, ranks = self._round.state, self._round.ranks_of(self._round.own)
         store = PrefixStore(state.prefix, self._rendezvous.store)
         requeue = self.workers.settings.requeue_exit_code
@@ -252,18 +255,20 @@ class _Node:
         return lost
 
     def _watch(self, lost: LostReplicas) -> _End:
-        """Restart failed replicas until all ranks must end."""
+        """Restart failed replicas until all ranks of this node must end. Return the reason."""
         limit = self.workers.restarts.limit
         while True:
             time.sleep(_LOOK_S)
             codes = self.ranks.codes()
             if all(code == 0 for code in codes):
-                return _End.DONE  # before the store is used, which may have ended already
+                # checked before the store is used, because the store may have ended
+                return _End.DONE
             if any(codes) and not limit:
                 return _End.FAILED
             self._round.poll()
             if not (self._round.takes_part or self._round.is_open):
-                return _End.WITHOUT_US  # checked before a rank starts under a number given away
+                # Checked before a restart: another node may have these ranks now
+                return _End.WITHOUT_US
             goes_on = bool(limit) and lost.replace()
             if (any(codes) or lost.all_must_end()) and not goes_on:
                 return _End.FAILED
@@ -271,23 +276,23 @@ class _Node:
                 return _End.NODES_CHANGED
 
     def _end_ranks(self, end: _End, lost: LostReplicas) -> bool:
-        """End the ranks of this node before a restart, or raise the error that ends the job. True
-        if any rank had failed without a request to stop."""
+        """End the ranks of this node before a restart, or raise the error that ends the job.
+        Returns True if a rank of this node has failed and no rank was asked to stop."""
         workers, grace_s = self.workers, self.workers.settings.grace_s
         if end is _End.FAILED:
             failures = self.ranks.end_after_failure()
             pause = None if lost.ends_job else self._pause_after(failures)
             if pause is None:
                 error = self._explain(first_failure(failures))
-                if not lost.is_late:  # otherwise the other replicas may continue
+                if not lost.is_late:  # with a late launcher, the other replicas may continue
                     self._end_job("failed")
                 raise error
             time.sleep(pause)
             requeue = workers.settings.requeue_exit_code
             return all(each.exit_code != requeue for each in failures)
         if end is _End.NODES_CHANGED and self._round.state.after_failure:
-            # The live ranks cannot save without the failed ranks. A rank whose accelerator waits
-            # for a failed rank does not react to SIGTERM.
+            # The live ranks cannot save without the failed ranks. A rank does not react to SIGTERM
+            # while its accelerator waits for a failed rank.
             workers.log("ranks of another node have failed; restarting with all live nodes")
             self.ranks.end(signal.SIGKILL, GRACE_AFTER_FAILURE_S)
         elif end is _End.NODES_CHANGED:
@@ -296,9 +301,9 @@ class _Node:
             )
             self.ranks.end(signal.SIGTERM, grace_s)
         else:
-            # The other nodes have repeated all steps since this node timed out. The ranks are
-            # killed instead of asked to stop, because a save of their state would overwrite the
-            # progress that the other nodes have made since then.
+            # Since this node timed out, the other nodes have repeated its steps and may be ahead.
+            # The ranks are killed, not asked to stop: if they saved, they would overwrite the
+            # progress of the other nodes.
             workers.log(
                 "this node timed out and the other nodes continued; ending its ranks and rejoining"
             )
@@ -310,8 +315,9 @@ class _Node:
             self._rendezvous.end(how)
 
     def _pass_on(self, stopped: Signalled) -> Signalled:
-        """Send the ranks the signal that this process received, and wait for their end. Returns the
-        last signal received meanwhile: another Ctrl-C ends the ranks at once."""
+        """Send the ranks the signal that this process received, and wait until they have ended.
+        Returns the last signal that this process has received. Another Ctrl-C kills the ranks
+        immediately."""
         number, grace_s = stopped.number, float(self.workers.settings.grace_s)
         if number == signal.SIGINT and self.workers.save and self.workers.last_step() > 0:
             self.workers.log("saving after the running step; Ctrl-C again ends at once")
@@ -329,7 +335,8 @@ class _Node:
             self.lost.post_failed()
 
     def _may_continue(self, failure: RankFailure) -> bool:
-        """True if only the failed rank's replica restarts and all others continue."""
+        """True if only the replica of the failed rank restarts. The other replicas continue, or
+        wait for it."""
         workers, restarts = self.workers, self.workers.restarts
         if failure.error and failure.error.complete:
             return False
@@ -340,11 +347,12 @@ class _Node:
         return True
 
     def _pause_after(self, failures: Sequence[RankFailure]) -> float | None:
-        """Return the seconds until all ranks restart; None if they do not."""
+        """Return the seconds until all ranks restart; None if they do not restart. Raises
+        `Signalled` if a rank was asked to stop and restarts are not allowed."""
         workers, restarts = self.workers, self.workers.restarts
         if any(each.exit_code == workers.settings.requeue_exit_code for each in failures):
             if not restarts.limit:
-                raise Signalled(signal.SIGTERM)  # the launcher acts as if it had received it
+                raise Signalled(signal.SIGTERM)  # as if the launcher had received the signal
             workers.log(
                 "a rank was asked to stop, and all have saved; continuing with the remaining nodes"
             )
@@ -360,8 +368,8 @@ class _Node:
         return pause
 
     def _explain(self, failure: RankFailure) -> Exception:
-        """Return the exception that ends the job: on one node the error of the rank that failed
-        first, on other nodes a reference to it."""
+        """Return the exception that ends the job. On one node it has the error of the rank that
+        failed first; on the other nodes it refers to that error."""
         workers, error = self.workers, failure.error
         is_alone = workers.settings.node_range == (1, 1)
         if not (is_alone or self._reports_failure(failure.lost_a_peer)):
@@ -383,7 +391,7 @@ class _Node:
 
     def _reports_failure(self, lost_a_peer: bool) -> bool:
         """True if this node must report the error."""
-        if lost_a_peer:  # another node may know the cause; give it time to set the key first
+        if lost_a_peer:  # the node with the cause must be able to set the key first
             time.sleep(1.5)
         with contextlib.suppress(DistNetworkError, DistStoreError):  # the store's node has ended
             return self._rendezvous.store.add(f"{_FAILURE}/{self._rendezvous.name}", 1) == 1

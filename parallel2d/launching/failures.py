@@ -1,5 +1,6 @@
-"""Failures of ranks and their reports: exceptions that end a launcher, the error file that a rank
-writes for its launcher, and `failures_reported_once` around all code of a rank."""
+"""Failures of ranks and their reports. The module has the exceptions that end a launcher, the error
+file that a rank writes for its launcher, and the context manager `failures_reported_once`, which
+runs all code of a rank."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from typing import Any
 
 from parallel2d.base import files
 from parallel2d.base.errors import ConfigError, EndsSweep, PlainError
+from parallel2d.base.exit_codes import LOST
 from parallel2d.base.launcher_environment import RankIdentity
 from parallel2d.base.store.address import answered_within
-from parallel2d.launching.rank_processes import LOST, has_own_log
+from parallel2d.launching.rank_processes import has_own_log
 from parallel2d.training.run_directory.end import note_failure
 
 _BROKEN_CONNECTION = re.compile(
@@ -31,12 +33,12 @@ _BROKEN_CONNECTION = re.compile(
 )
 
 
-_OTHERS = ("torchrun", "srun")  # launchers of other packages
-_PEER_REPORTS_S = 1.5  # within which the rank that failed first reports its error
+_OTHERS = ("torchrun", "srun")  # not launchers of this package
+_PEER_REPORTS_S = 1.5  # time in which the rank that failed first reports its error
 
 
 class WorkersFailed(Exception):  # noqa: N818 (named after the event)
-    """Workers ended with an error. The messages of all exceptions here are for users."""
+    """Workers ended with an error. Users see the messages of all exceptions in this module."""
 
 
 class StoreLost(Exception):  # noqa: N818 (named after the event)
@@ -60,9 +62,10 @@ class RankError:
     """The exception that ended a rank, as stored in its error file."""
 
     text: str
-    time: float  # with fractions: peers fail within the same second because of this failure
+    # With fractions of seconds: other ranks fail within the same second because of this failure
+    time: float
     config_error: bool
-    complete: bool  # the text is for users and names the failed rank
+    complete: bool  # the text explains the failure to users, without a traceback
     step: int | None = None  # step of the failure
 
     @classmethod
@@ -85,17 +88,18 @@ class RankFailure:
 
     rank: int
     exit_code: int
-    error: RankError | None  # None if the rank was killed before it wrote an error
-    waiting: str = ""  # the late ranks that it waited for when it was killed
+    error: RankError | None  # None if the rank ended before it wrote an error
+    waiting: str = ""  # the late ranks that this rank waited for when it was killed
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if it failed only because its connection to another failed rank broke."""
+        """True if this rank failed only because another rank failed and their connection broke."""
         return bool(self.error and _lost_a_peer(self.error.text))
 
     @property
     def was_killed(self) -> bool:
-        """True if it, or the process that forks ranks, was killed before it wrote an error."""
+        """True if this rank, or the process that forks ranks, was killed before the rank wrote an
+        error."""
         return not self.error and (self.exit_code < 0 or self.exit_code == LOST)
 
     def __str__(self) -> str:
@@ -115,7 +119,7 @@ class RankFailure:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
-    """Return the earliest of the failures of one node, given in the order of their detection."""
+    """Return the earliest failure of one node. ``failures`` are in the order of their detection."""
     reported = []
     for each in failures:
         if each.error:
@@ -124,7 +128,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     # A killed rank leaves no error file, and its peers report only a broken connection.
     if killed and all(map(attrgetter("lost_a_peer"), reported)):
         return killed[0]
-    # Several ranks may have failed between two polls.
+    # Several ranks may have failed between two polls, so the order of detection is not sufficient.
     return min(reported, key=attrgetter("error.time")) if reported else failures[0]
 
 
@@ -136,7 +140,7 @@ def write_error_file(error: RankError) -> None:
 
 
 def note_waiting(text: str | None) -> None:
-    """Write for the launcher why this rank is stuck; None deletes the note."""
+    """Write a note for the launcher that explains why this rank waits; None deletes the note."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     with contextlib.suppress(OSError):
         if path and text:
@@ -163,32 +167,34 @@ def read_error_file(path: str) -> RankError | None:
 def failures_reported_once(
     identity: RankIdentity, store: Any, run_dir: str | None = None
 ) -> Iterator[None]:
-    """Convert an exception on a rank to a non-zero exit and, over all ranks, one message.
+    """Convert an exception on a rank to a non-zero exit code. All ranks together print one message.
 
-    Workers of our own launchers leave the message to their launcher. With other launchers, the
-    first rank to set a key in ``store`` prints it.
+    With the launchers of this package, the launcher prints the message. With other launchers, the
+    rank that first sets a key in ``store`` prints it.
 
     Args:
-        run_dir: its ``train.log`` gets the message, unless the launcher of a single node adds it.
+        run_dir: run directory. The message is also written to its ``train.log``, unless the
+            launcher of a single node does this.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as exception:
         error, launcher = RankError.of(exception), identity.launcher
-        if not error.complete and peers_continue():  # the job continues: the launcher decides
+        # The job may continue; the launcher decides this
+        if not error.complete and peers_continue():
             write_error_file(error)
             os._exit(1)
         if launcher in _OTHERS and not error.complete and _lost_a_peer(error.text):
-            # A rank that raised an error reports first. Only the launcher sees that a rank was
-            # killed, by its exit code.
+            # Wait, so that a rank with an error of its code reports first. If a rank was killed,
+            # only the launcher knows it, from the exit code.
             time.sleep(_PEER_REPORTS_S)
             text = f"rank {identity.rank} lost the connection to another rank, which has ended: "
             error = replace(error, text=f"{text}{launcher} names it below", complete=True)
         is_first = launcher != "self" and _is_first_to_report(store)
         if is_first and run_dir is not None:
             note_failure(run_dir, error.text)
-        # With one launcher for all ranks, the standard error of other ranks than the first is a
-        # log.
+        # On a single node, ranks with a log write the error to their log, and the launcher prints
+        # it on the console.
         shows = {"self": has_own_log(), "nodes": False}.get(launcher, is_first)
         # torchrun would print the content of the error file in addition to this message.
         if launcher in ("self", "nodes"):
@@ -198,12 +204,12 @@ def failures_reported_once(
         if shows:
             print(files.for_terminal(error.text), file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(1)  # no destructors: they would wait for peers that may be inside a collective
+        os._exit(1)  # without destructors, which could wait for ranks that are inside a collective
 
 
 def peers_continue() -> bool:
-    """True if replicas may fail while others train."""
-    # Imported here, because the module imports torch, which a launcher does not need.
+    """True if the other replicas train on after a replica has failed."""
+    # Imported here, because this import loads torch, which a launcher does not need.
     from parallel2d.base.replicas import current
 
     replicas = current()
@@ -214,8 +220,8 @@ def _is_first_to_report(store: Any) -> bool:
     if store is None:
         return True
     claim = functools.partial(store.add, "parallel2d/failure", 1)
-    # If the store has ended, rank 0 has ended with it and has printed its error.
+    # If the store has ended, rank 0 has ended too and has printed its error.
     with contextlib.suppress(Exception):
-        # If rank 0 is stopped, a message from every rank is better than none.
+        # If rank 0 is stopped, the store does not answer. Then every rank prints its message.
         return answered_within(5.0, claim, 1) == 1
     return False

@@ -3,7 +3,8 @@
 Each launcher increases a counter in the store, its heartbeat, every
 ``launch.heartbeat_interval_s``. The other launchers poll the counter at the same interval. A
 launcher has timed out when all polls of ``launch.heartbeat_timeout_s`` have found the same value.
-No clocks are compared, so a launcher that was stopped declares no other launcher failed.
+Polls are counted and no clocks are compared. Therefore a launcher that was stopped for a while does
+not consider the other launchers timed out.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Heartbeats:
         self._store, self._prefix, self._name = store, prefix, name
         self._interval_s = interval_s
         self._missed = math.ceil(timeout_s / interval_s)
-        # By name: the last heartbeat, the number of polls since then, and True if the launcher was
-        # alive during a poll: its heartbeat has changed, or it has joined after the first poll
+        # By name: the last heartbeat, the number of polls with the same heartbeat, and True if a
+        # poll has shown that the launcher was alive. A poll shows this if the heartbeat has
+        # changed, or if the launcher has joined after the first poll.
         self._heard: dict[str, tuple[bytes, int, bool]] = {}
         self._has_polled = False
         self._is_over = threading.Event()
@@ -55,7 +57,7 @@ class Heartbeats:
         for count in itertools.count(1):
             if self._is_over.wait(self._interval_s):
                 return
-            # The main thread of the launcher notices a lost store.
+            # If the store has failed, the main thread of the launcher notices it.
             with contextlib.suppress(DistNetworkError, DistStoreError):
                 self._store.set(self._prefix + self._name, str(count))
 
@@ -64,7 +66,7 @@ class Heartbeats:
         keys = []
         for name in names:
             keys.append(self._prefix + name)
-        # Each launcher has sent a heartbeat before it has joined.
+        # Each launcher sends its first heartbeat before it joins, so every key exists.
         heartbeats = self._store.multi_get(keys) if keys else ()
         for name, heartbeat in zip(names, heartbeats, strict=True):
             last, polls, was_alive = self._heard.get(name, (heartbeat, -1, self._has_polled))

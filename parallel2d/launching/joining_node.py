@@ -17,12 +17,12 @@ from parallel2d.training.run_directory.ownership import has_owner
 
 
 class JoiningNode:
-    """Finds the place of this launcher in a job that trains without it.
+    """Finds a place for this launcher in a job that trains without it.
 
     Args:
         current: the round of the other launchers.
         store: the rendezvous store.
-        log: logs a line.
+        log: function that logs a line.
     """
 
     def __init__(self, current: Round, store: Any, log: Callable[[str], None]) -> None:
@@ -33,11 +33,12 @@ class JoiningNode:
         """Return the next state of the round. This is one of:
 
         * the current state, to wait;
-        * the state with this launcher in the place of a failed or missing launcher, while the
-          others train;
+        * the state with this launcher in the place of a failed or missing launcher; the other
+          launchers' ranks continue;
         * the next round, in which all ranks restart together with this launcher.
 
-        Raises `ConfigError` for a node that does not fit.
+        Raises `ConfigError` if this node does not fit into the job: its number of ranks is wrong,
+        or it does not see the run directory.
         """
         state = self._round.state
         if not all(self._round.is_known(each.name) for each in state.members):
@@ -65,7 +66,7 @@ class JoiningNode:
         events = Events(store)
         events.read_all()
         if events.restarts:
-            return None  # the other launchers open a round for the restart
+            return None  # the other launchers open a new round for the restart
         own, members, nodes = self._round.own, self._round.state.members, self._round.largest
         may_lack_nodes = bool(job.get("sizes"))
         if may_lack_nodes:
@@ -82,8 +83,9 @@ def _published(store: Any) -> dict[str, Any]:
 
 
 def _needs_restart(job: dict[str, Any], has_begun: bool, has_lost: bool) -> bool:
-    """True if all ranks must restart for a node that has no place in the running job. A job whose
-    nodes may be missing needs a restart only before it has begun."""
+    """True if all ranks must restart to include a node that has no place in the running job. A job
+    that trains with missing nodes needs a restart only if a node has failed before the first
+    quorum."""
     if job.get("sizes"):
         return has_lost and not has_begun
     return has_lost or has_begun or bool(job)

@@ -1,8 +1,8 @@
-"""Starts ranks and waits for their end: `start_workers` on one node, `start_node` on one of
-several.
+"""Starts ranks and waits until they end: `start_workers` for a job on one node, `start_node` on
+each node of a job on several nodes.
 
-Both return when the job has ended well. The exceptions of `parallel2d.launching.failures` and
-`ConfigError` distinguish a stop after a save, a failure, and a job that could not work.
+Both return when the job has succeeded. Otherwise they raise `Preempted` after a stop with a save,
+`WorkersFailed` after a failure, or `ConfigError` for an invalid configuration.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parallel2d.base.config.job import Job, LaunchConfig
+from parallel2d.base.config import Job, LaunchConfig
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import INTERRUPTED
 from parallel2d.base.launcher_environment import JOB
 from parallel2d.base.store.secret import PUBLIC_SECRET, write_secret
 from parallel2d.launching.failures import (
@@ -43,8 +44,8 @@ def start_workers(job: Job, nproc: int) -> None:
     and wait for them.
 
     All workers have ended when this returns or raises. Raises `ConfigError` or `WorkersFailed` with
-    the error of the rank that failed first; `Preempted` after a request to stop (also Ctrl-C) and a
-    save; KeyboardInterrupt after Ctrl-C without a save.
+    the error of the rank that failed first; `Preempted` if the ranks saved after a signal to stop
+    or Ctrl-C; KeyboardInterrupt if they did not save after Ctrl-C.
     """
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import own_rendezvous
@@ -62,8 +63,9 @@ def start_workers(job: Job, nproc: int) -> None:
 
 
 def run_once(main: str, words: Sequence[str]) -> None:
-    """Call ``main`` ("package.module:function") with ``words`` in a fork of the process that ranks
-    are forked from, and wait for it. Raises `ConfigError` or `WorkersFailed` with its error."""
+    """Call ``main`` ("package.module:function") with ``words`` in one child process, and wait until
+    it ends. The child is forked from the same server as ranks. Raises `ConfigError` or
+    `WorkersFailed` with the error of the child."""
     with folder_errors_explained(), tempfile.TemporaryDirectory(prefix="parallel2d-") as folder:
         report = os.path.join(folder, "error.json")
         environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": report}
@@ -84,16 +86,18 @@ def start_node(
 ) -> None:
     """Run this node's ``nproc`` ranks of a job with several nodes, and wait for its end.
 
-    If the rendezvous store fails, the ranks end. The launcher waits ``launch.rendezvous_timeout``
-    seconds for the store; then the job continues from its newest checkpoint.
+    If a store outside of this process fails, the ranks end. The launcher waits up to
+    ``launch.rendezvous_timeout`` seconds for the store, and then continues the job from its newest
+    checkpoint.
 
     Args:
-        config: the `TrainConfig` composed from ``words``; the job's own is composed by its rank 0.
+        config: the `TrainConfig` composed from ``words``, for this launcher. Rank 0 composes the
+            configuration of the ranks.
         words: the arguments of ``main``.
         nproc: number of ranks on this node.
         main: the function ("package.module:function") that each rank calls.
 
-    Raises as `start_workers`.
+    Raises the exceptions of `start_workers`.
     """
     from parallel2d.launching.agent import NodeWorkers, launcher_environment, run_node
     from parallel2d.launching.rendezvous import find_rendezvous
@@ -105,7 +109,7 @@ def start_node(
             settings.rdzv_endpoint, settings.secret_file = "127.0.0.1:0", f"{own}/secret"
             write_secret(settings.secret_file)
         rendezvous = find_rendezvous(settings)
-        # A callback, because the variable may refer to another rendezvous by then.
+        # A lambda, because ``rendezvous`` may be another object when the stack closes.
         stack.callback(lambda: rendezvous.close())
         interface, endpoint = rendezvous.interface.name, rendezvous.endpoint
         folder = stack.enter_context(launcher_environment(_defaults(nproc, interface)))
@@ -145,8 +149,9 @@ def start_node(
 def _stop_explained(
     workers: NodeWorkers, folder: str | None, run_dir: Callable[[], str | None]
 ) -> Iterator[None]:
-    """Convert a signal to stop to the exception for its result. ``folder`` has the checkpoints;
-    None: they are in ``run_dir``, which may be known only later."""
+    """Convert `Signalled` to an exception that says whether the run was saved. ``folder`` has the
+    checkpoints; if it is None, they are in the folder that ``run_dir()`` returns, which is known
+    only after the job is composed."""
     try:
         with signals_raised():
             yield
@@ -155,7 +160,7 @@ def _stop_explained(
         newest = _newest_checkpoint(folder, run_dir())
         if workers.has_left or (workers.have_saved and newest):
             what = "interrupted" if is_interrupt else "asked to stop"
-            code = 130 if is_interrupt else workers.settings.requeue_exit_code
+            code = INTERRUPTED if is_interrupt else workers.settings.requeue_exit_code
             kept = "the other replicas continue" if workers.has_left else f"saved {newest}"
             raise Preempted(f"{what}; {kept}", code) from None
         lost = _lost_steps(workers, newest)
@@ -184,8 +189,9 @@ def _newest_checkpoint(folder: str | None, run_dir: str | None) -> str | None:
 
 
 def _defaults(nproc: int, interface: str) -> dict[str, str]:
-    """Return default variables for workers: threads, the interface of gloo and NCCL, and no C++
-    stack for every broken connection, since a message reports it."""
+    """Return default variables for workers: the number of threads, the interface of gloo and NCCL,
+    and the log level of torch's C++ code. With this level, a broken connection prints no C++ stack;
+    the launcher's message reports the failure."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",

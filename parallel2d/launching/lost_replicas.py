@@ -17,9 +17,9 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from parallel2d.base.exit_codes import LEFT_OUT
 from parallel2d.base.launcher_environment import INCARNATION
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
-from parallel2d.base.replicas.states import LEFT_OUT
 from parallel2d.launching.failures import RankFailure
 from parallel2d.launching.node_ranks import GRACE_AFTER_FAILURE_S, NodeRanks
 from parallel2d.launching.rendezvous_round import Round
@@ -32,15 +32,18 @@ class LostReplicas:
     """Watches the ranks of this launcher, and restarts its failed replicas.
 
     Attributes:
-        ends_job: True after a failure that the program or a sample has caused.
-        is_late: True if this launcher has started after the ranks of the other launchers.
+        ends_job: True after a failure that the program or a sample has caused; see
+            `_is_of_the_job`.
+        is_late: True if the replicas of the other launchers trained before this launcher started
+            its ranks.
         needs_all: True if the other replicas wait for a failed replica.
     """
 
     _round: Round
     _store: Any  # the store of the ranks
     _ranks: NodeRanks
-    _may_continue: Callable[[RankFailure], bool]  # False if the failure ends or restarts all ranks
+    # returns False if the failure ends or restarts all ranks
+    _may_continue: Callable[[RankFailure], bool]
     _requeue_exit_code: int  # exit code of a rank that was asked to stop
 
     def __post_init__(self) -> None:
@@ -49,12 +52,14 @@ class LostReplicas:
         self._incarnations: dict[int, int] = {}
         self.ends_job = self.needs_all = False
         self._timed_out: set[str] = set()  # names of launchers
-        # Local rank -> its CPU time, and the seconds for which polls have found it stopped. Each
-        # poll adds at most one interval, because the launcher may have been stopped with its ranks.
+        # Local rank -> its CPU time, and the number of seconds in which polls have found it
+        # stopped. Each poll adds at most one interval, because the launcher may have been stopped
+        # together with its ranks.
         self._stopped: dict[int, tuple[str, float]] = {}
         self._polled_at = time.monotonic()
-        self._starts: dict[int, list[float]] = {}  # replica -> its starts in the last minute
-        # Deadlines after which ranks receive SIGKILL: of each replica that must end, and of all
+        # replica -> the times of its restarts in the last minute
+        self._starts: dict[int, list[float]] = {}
+        # Deadlines after which ranks receive SIGKILL: by replica that must end, and one for all
         # ranks
         self._ends_by: dict[int, float] = {}
         self._restarts_by: float | None = None
@@ -76,8 +81,9 @@ class LostReplicas:
         return found
 
     def replace(self) -> bool:
-        """Restart failed replicas. False if all ranks must end: replicas may not fail yet, no
-        member of the quorum is live, or the failure ends the complete job."""
+        """Restart failed replicas. Returns False if all ranks must end, for one of three reasons:
+        replicas may not fail yet, no member of the quorum is live, or the failure restarts or ends
+        all ranks."""
         if not self._has_begun():
             return False
         self._events.read_all()
@@ -97,8 +103,9 @@ class LostReplicas:
         return True
 
     def post_failed(self) -> None:
-        """Post the failed replicas of this launcher without a restart. Called while the job is
-        asked to stop: the other ranks can save only after they know the failed replicas."""
+        """Post the failed replicas of this launcher, and do not restart them. Called after this
+        launcher was asked to stop: the other ranks can save only after they have read which
+        replicas failed."""
         with contextlib.suppress(DistNetworkError, DistStoreError):  # the store's node has ended
             if not self._has_begun():
                 return
@@ -117,8 +124,8 @@ class LostReplicas:
         return bool(self._replicas) and not self._events.restarts
 
     def _continues_after(self, local: int) -> bool:
-        """Check one process, and post its replica as failed if the process has failed. False if all
-        ranks must end."""
+        """Check the process of local rank ``local``, and post its replica as failed if the process
+        has failed. Returns False if all ranks must end."""
         code = self._ranks.processes[local].poll()
         if code == self._requeue_exit_code:
             return False
@@ -133,7 +140,8 @@ class LostReplicas:
         return True
 
     def all_must_end(self) -> bool:
-        """True if all ranks restart, and the time to end without a signal is over."""
+        """True if all ranks restart, and the time in which they may end without a signal is
+        over."""
         now = time.monotonic()
         if self._events.restarts and self._restarts_by is None:
             self._restarts_by = now + GRACE_AFTER_FAILURE_S
@@ -152,8 +160,8 @@ class LostReplicas:
         return bool(own) and all(map(self._is_dead, own))
 
     def _is_of_the_job(self, failure: RankFailure) -> bool:
-        """True if ranks of two replicas have raised an error in the same step. Then a sample or the
-        program is the cause, and every replica would fail in this step."""
+        """True if ranks of two replicas have raised an error in the same step. The cause is then a
+        sample or the program, and every replica would fail in this step."""
         error = failure.error
         if error is None or error.step is None or failure.lost_a_peer:
             return False
@@ -175,8 +183,8 @@ class LostReplicas:
                 for number, of_replica in enumerate(self._replicas):
                     if ranks & set(of_replica):
                         self._post_dead((number, self._incarnations[number]))
-                # The job cannot continue without the failed replica, which the timed-out launcher
-                # cannot restart.
+                # The job cannot continue without the failed replica, and the timed-out launcher
+                # cannot restart this replica.
                 if self.needs_all:
                     post(self._store, "restart", None, self._events.count)
 
@@ -192,12 +200,13 @@ class LostReplicas:
         if not self._is_dead(member):
             post(self._store, "dead", member, self._events.count)
             self._events.dead.add(member)
-            # The other ranks of the replica may wait for the failed rank and never end: kill them.
+            # The other ranks of the replica may wait for the failed rank forever. The deadline 0
+            # kills them at the next restart.
             self._ends_by[member[0]] = 0.0
 
     def _kill_stopped(self) -> None:
-        """Kill ranks that were stopped (SIGSTOP, a debugger) for longer than the heartbeat
-        timeout."""
+        """Kill each rank that has been stopped (by SIGSTOP or a debugger) for longer than the
+        heartbeat timeout."""
         now, before = time.monotonic(), self._polled_at
         self._polled_at = now
         for local, process in self._ranks.processes.items():
@@ -218,8 +227,9 @@ class LostReplicas:
                 process.close(signal.SIGKILL)
 
     def _restart(self, number: int) -> None:
-        """End the remaining ranks of a replica, and restart it. From the fourth restart within
-        `_RESTART_WINDOW_S` on, a growing pause precedes each restart."""
+        """End the remaining ranks of a replica, and restart this launcher's ranks of the replica.
+        The fourth and each later restart within `_RESTART_WINDOW_S` waits first, longer each
+        time."""
         replica = self._replicas[number]
         mine = [local for local, rank in self._ranks.numbers.items() if rank in replica]
         now = time.monotonic()

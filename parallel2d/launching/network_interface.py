@@ -1,9 +1,9 @@
 """Chooses the network interface for training: `choose_interface`.
 
-[Note: choice of the interface] Unless a variable names one, gloo takes the address that this
-machine's host name resolves to (often loopback), and NCCL takes the first interface that is up, in
-an order of its choice. Nodes can reach each other over the interface that leads to the endpoint, so
-this interface is chosen; a value of the user in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stays.
+[Note: choice of the interface] If no variable names an interface, gloo uses the address that this
+machine's host name resolves to (often loopback), and NCCL uses an interface of its own choice. The
+nodes can reach each other over the interface that leads to the endpoint, so this interface is
+chosen. A value that the user has set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME has precedence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Interface(NamedTuple):
-    """An interface of this machine, such as ``eth0``, and its address, such as ``10.0.0.1`` or
-    ``fd00::1``."""
+    """An interface of this machine, such as ``eth0``, and one of its addresses, such as
+    ``10.0.0.1`` or ``fd00::1``."""
 
     name: str
     address: str
@@ -93,10 +93,10 @@ def matches_nccl(pattern: str, name: str) -> bool:
     return found != exclude
 
 
-# Variable -> True if its value names the interface; without a variable, any interface matches.
+# Variable -> function that is True if the variable's value names the interface. The key "" is for
+# no variable: any interface matches.
 _MATCHES: dict[str, Callable[[str, str], bool]] = {
-    # Gloo accepts a list of names too, but one address is needed here: the address of the first
-    # interface.
+    # Gloo also accepts a list of names. One address is needed here, so the first name is used.
     GLOO: lambda value, name: value.split(",")[0].strip() == name,
     NCCL: matches_nccl,
     "": lambda value, name: True,
@@ -123,15 +123,16 @@ def _routed(
     targets: list[tuple[socket.AddressFamily, str, tuple[Any, ...]]], present: list[Interface]
 ) -> Interface | None:
     """Return the interface in ``present`` that leads to the first of ``targets`` with a route, or
-    None. Connecting a datagram socket sends nothing: the kernel looks up the route and sets the
-    socket's own address."""
+    None. Connecting a datagram socket sends nothing: the kernel looks up the route, and sets the
+    address of the socket to the address of the interface."""
     by_address = {}
     for each in present:
         by_address[each.address] = each
     for family, _, target in targets:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                # Any port works. The rest of an IPv6 address is its flow and its scope.
+                # Any port works. The last two values of an IPv6 target are its flow label and its
+                # scope.
                 probe.connect((target[0], 9, *target[2:]))
             except OSError:
                 continue

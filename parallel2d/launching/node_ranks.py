@@ -1,4 +1,4 @@
-"""The processes of the ranks of one node, from their start to their end: `NodeRanks`."""
+"""Starts, polls and ends the processes of the ranks of one node: `NodeRanks`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from parallel2d.launching.failures import RankFailure, read_error_file, read_waiting
 from parallel2d.launching.rank_processes import RankProcess, start_rank
 
-# Time between SIGTERM and SIGKILL for the other ranks of a node after a failure: a rank that is
-# stopped or stuck does not react to SIGTERM.
+# After a failure, the other ranks of the node receive SIGTERM, and SIGKILL this time later: a rank
+# that is stopped or blocked does not react to SIGTERM.
 GRACE_AFTER_FAILURE_S = 5.0
 _POLL_S = 0.1
 
@@ -26,11 +26,11 @@ class NodeRanks:
         main: each rank calls this function ("package.module:function") with ``words``.
         words: the arguments of ``main``.
         folder: folder for logs and error files.
-        has_logs: every rank except the first prints into a log in ``folder``.
+        has_logs: True if every rank except the first writes its output to a log in ``folder``.
 
     Attributes:
         processes: the processes by local rank.
-        numbers: the ranks in the job by local rank.
+        numbers: the global ranks by local rank.
     """
 
     def __init__(self, main: str, words: Sequence[str], folder: str, has_logs: bool) -> None:
@@ -42,7 +42,8 @@ class NodeRanks:
         self.numbers: dict[int, int] = {}
 
     def start(self, attempt: int, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start all ranks. ``attempt`` must differ from the numbers of earlier starts."""
+        """Start all ranks, one per environment. ``attempt`` is the number of this start, which
+        differs from all earlier starts."""
         self.processes, self.numbers = {}, {}
         for local, environment in enumerate(environments):
             folder = os.path.join(self._folder, f"attempt_{attempt}", str(local))
@@ -81,7 +82,7 @@ class NodeRanks:
         return RankFailure(self.numbers[local], code, error, read_waiting(report))
 
     def end_after_failure(self) -> list[RankFailure]:
-        """End the running ranks; return all failures, beginning with those before this call."""
+        """End the running ranks. Return all failures, first the failures from before this call."""
         first = [local for local, process in self.processes.items() if process.poll()]
         self.end(signal.SIGTERM, GRACE_AFTER_FAILURE_S)
         failed = [local for local, process in self.processes.items() if process.poll()]
@@ -100,7 +101,8 @@ class NodeRanks:
                     running.append(each)
             for process in running:
                 process.close(sent)
-            # A process that is blocked in the kernel does not end even when it is killed.
+            # SIGKILL does not end a process that is blocked in the kernel, so the wait has a
+            # deadline.
             deadline = time.monotonic() + seconds
             while running and time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
-"""The processes of a node: `workers_per_node` counts its ranks, `end_with_parent` ends a process
-with its parent, `set_process_name` names it. `open_standard_streams` and
+"""Functions for the processes of a node. `workers_per_node` counts the ranks of the node.
+`end_with_parent` and `set_process_name` set up a process. `open_standard_streams` and
 `keep_others_from_writing` run before a process opens files. `signals_raised` converts signals to
 exceptions in a launcher."""
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from parallel2d.base.config import LaunchConfig
 from parallel2d.base.errors import ConfigError
 
-CPU_WORKERS = 4  # nproc_per_node=auto on a machine without accelerators
+CPU_WORKERS = 4  # value of nproc_per_node=auto on a machine without accelerators
 
 # Signals that a scheduler or a terminal may send to every process of a job.
 BATCH_SIGNALS = {
@@ -56,7 +56,7 @@ def signals_raised() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None: the handler was not installed from Python and cannot be restored.
+            # None means that the handler was not installed from Python. It cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -79,13 +79,14 @@ def workers_per_node(config: LaunchConfig) -> int:
 
 def end_with_parent(parent: int | None = None) -> None:
     """Make the kernel end this process when its parent ends for any reason (Linux; no effect on
-    other systems). ``parent`` is its process id; without it, a parent that ended before this call
-    is not noticed."""
+    other systems). ``parent`` is the process id of the parent. Without ``parent``, this function
+    does not notice a parent that ended before the call."""
     if sys.platform != "linux":
         return
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The kernel does not signal an earlier death of the parent; the parent id has changed then.
+    # The kernel sends no signal for a parent that ended before. In this case the parent id has
+    # changed.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -103,8 +104,8 @@ def open_standard_streams() -> None:
 
 
 def keep_others_from_writing() -> None:
-    """Deny other users write access to files of this process and its children for any umask: the
-    files in a run directory determine the code and the data that the run loads."""
+    """Set the umask so that other users cannot write to files that this process and its children
+    create. The files in a run directory determine the code and the data that a run loads."""
     os.umask(os.umask(0o077) | 0o002)
 
 

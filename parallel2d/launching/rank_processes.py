@@ -1,15 +1,17 @@
-"""Starts ranks (`start_rank`) from a process that has imported everything (`start_server`).
+"""Forks ranks (`start_rank`) from a server process that has imported their modules
+(`start_server`).
 
 [Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
-which would be most of the cost of a start or a restart. Therefore ranks are forked from a server: a
-new process without the launcher's threads and devices. It never uses an accelerator, because a
-driver does not survive a fork. The launcher sends it one end of a socket pair per rank. This pair
-carries the request to the rank, and back the process id of the rank and, from the server, its exit
-code.
+which would be most of the cost of a start or a restart. Therefore ranks are forked from a server,
+which is a separate process without the launcher's threads and devices. The server never uses an
+accelerator, because the driver of an accelerator does not survive a fork. For each rank the
+launcher creates a socket pair and sends one end to the server. Through this pair the rank receives
+the request and sends its process id; later the server sends the exit code of the rank.
 
-[Note: lifetimes of processes] The kernel ends the server with its launcher, and every rank with the
-server (Linux). Signals reach a rank only from the launcher: the server blocks the signals that a
-scheduler sends to every process of a job, and a rank leads its own session.
+[Note: lifetimes of processes] On Linux the kernel kills the server when its launcher ends, and
+every rank when the server ends. A scheduler may send signals to every process of a job: the server
+blocks them. A rank is the leader of a new session, so Ctrl-C in the terminal does not reach it. The
+launcher forwards signals to the ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from parallel2d.base.exit_codes import LOST
 from parallel2d.launching.processes import BATCH_SIGNALS, end_with_parent, set_process_name
 
-LOST = 255  # the exit code of a rank after the end of its server
 # Modules that the server imports. Ranks need the last two in their first step.
 PRELOADED = (
     "parallel2d.rank",
@@ -46,23 +48,25 @@ _REPORT_S = 0.02  # interval of the server's polls of running ranks
 
 
 class RankProcess:
-    """One rank: ``pid``, `poll`, `wait`, `close`."""
+    """The process of one rank, for its launcher: process id, exit code, and signals."""
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid, self._connection = pid, connection
 
     def poll(self) -> int | None:
-        """Return the exit code, below 0 for a signal; None while it runs; `LOST` if the server
-        ended."""
+        """Return the exit code of the rank: negative for a signal, None while the rank runs, and
+        `LOST` if the server has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
+        """Wait until the rank ends, and return its exit code. Raises `subprocess.TimeoutExpired`
+        after ``timeout`` seconds."""
         self._connection.settimeout(timeout)
         try:
-            # The code stays in the socket, so that an exception of a signal here loses nothing.
+            # The code stays in the socket: if a signal handler raises an exception here, a later
+            # call still reads the code.
             code = self._connection.recv(4, socket.MSG_PEEK)
         except (BlockingIOError, TimeoutError):
             raise subprocess.TimeoutExpired("rank", timeout or 0.0) from None
@@ -78,7 +82,7 @@ class RankProcess:
 
 
 class _RankServer:
-    """The process that ranks are forked from, and the launcher's end of their socket pair."""
+    """The process that ranks are forked from, and the launcher's socket to this process."""
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
@@ -89,7 +93,7 @@ class _RankServer:
         )
         # Ranks inherit -O, -W, -X and similar flags.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        # A new process inherits blocked signals.
+        # The new process inherits the set of blocked signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BATCH_SIGNALS)
         try:
             self.process = subprocess.Popen(
@@ -102,12 +106,12 @@ class _RankServer:
             theirs.close()
 
 
-_servers: list[_RankServer] = []  # of this process: at most one
+_servers: list[_RankServer] = []  # the server of this process; empty before its start
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs already. Returns at once, while
-    the server still imports. See [Note: why ranks are forked]."""
+    """Start the process that ranks are forked from, unless it runs already. Does not wait for the
+    imports of the server. See [Note: why ranks are forked]."""
     if not _servers or _servers[0].process.poll() is not None:
         _servers[:] = [_RankServer()]
 
@@ -119,7 +123,7 @@ def _end_server() -> None:
         server.process.wait()
 
 
-# A fork of a launcher starts its own server.
+# The server belongs to the launcher: a fork of the launcher must start another server.
 os.register_at_fork(after_in_child=_servers.clear)
 
 
@@ -130,12 +134,12 @@ def start_rank(
     stdout: str | None,
     stderr: str | None,
 ) -> RankProcess:
-    """Start a rank, which exits with the result of ``main`` ("package.module:function") for
-    ``words``.
+    """Start a rank. It calls ``main`` ("package.module:function") with ``words``, and exits with
+    the result.
 
     Args:
         environment: the complete environment of the rank.
-        stdout, stderr: files; None for this process's streams.
+        stdout, stderr: files for the output of the rank; None: the streams of this process.
     """
     start_server()
     place = [os.getcwd(), list(map(os.fspath, sys.path))]
@@ -162,14 +166,16 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
     """
     end_with_parent(launcher)
     set_process_name("parallel2d ranks")
-    # The launcher's parent may ignore some of them, and without SIGCHLD no exit code is kept.
+    # The launcher may have inherited ignored signals. If SIGCHLD is ignored, the exit codes of
+    # ranks are lost.
     for number in (*BATCH_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # If a library asks for GPUs during its import, torch then answers without starting the driver.
+    # If a library asks torch for GPUs during its import, torch now answers without starting the
+    # driver.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    gc.disable()  # imports leave little garbage, and looking for it takes a tenth of their time
+    gc.disable()  # during imports, garbage collections find little and take a tenth of the time
     for name in preloaded:
         importlib.import_module(name)
     opened = opened_files(DRIVERS)
@@ -179,8 +185,8 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
             "does not survive the fork of a rank: start the ranks by torchrun or srun, or remove "
             "the library that opens it while it is imported"
         )
-    # Freeze existing objects: a collection would write to their pages, which ranks then could not
-    # share any more.
+    # Exclude the existing objects from garbage collection: a collection writes to their pages, and
+    # ranks could then no longer share these pages.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -193,7 +199,8 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
                 os._exit(0)  # the launcher has ended
             connection = socket.socket(fileno=descriptors[0])
             others = [requests, *ranks.values()]
-            # Not `multiprocessing`, which leaves two pipes of each earlier rank open in later ones.
+            # `multiprocessing` is not used, because each later rank would inherit two open pipes of
+            # each earlier rank.
             pid = os.fork()
             if not pid:
                 _exit_with(_run_rank, server, connection, others)
@@ -203,14 +210,15 @@ def serve(descriptor: int, launcher: int, preloaded: Sequence[str]) -> NoReturn:
             if not pid:
                 break
             code = os.waitstatus_to_exitcode(status)
-            # A preloaded module may have started other processes.
+            # Other processes may be children of a preloaded module.
             if pid in ranks:
                 with ranks.pop(pid) as connection, contextlib.suppress(OSError):
                     connection.send(code.to_bytes(4, "big", signed=True))
 
 
 def _exit_with(run: Callable[..., object], *arguments: Any) -> NoReturn:
-    """End this process, a fork of the server, as a Python process ends after calling ``run``."""
+    """Call ``run`` in this fork of the server, then end the process as Python would: with its exit
+    code, its traceback, and flushed streams."""
     code: object = 1
     try:
         run(*arguments)
@@ -232,7 +240,7 @@ def _exit_with(run: Callable[..., object], *arguments: Any) -> NoReturn:
 
 
 def opened_files(beginnings: tuple[str, ...]) -> list[str]:
-    """Return the open files of this process with a path that has one of these ``beginnings``."""
+    """Return the open files of this process whose path starts with one of ``beginnings``."""
     found = set()
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -240,16 +248,18 @@ def opened_files(beginnings: tuple[str, ...]) -> list[str]:
     return sorted(path for path in found if path.startswith(beginnings))
 
 
-_console: dict[int, int] = {}  # stream -> the launcher's stream, in a rank that prints into a log
+# In a rank with a log: file descriptor of a stream -> copy of the launcher's descriptor
+_console: dict[int, int] = {}
 
 
 def has_own_log() -> bool:
-    """True if this rank prints into its own log."""
+    """True if the output of this rank goes to a log and not to the console."""
     return bool(_console)
 
 
 def log_for_all_ranks() -> None:
-    """Redirect this rank's output from its log to the launcher's console: it leads from now on."""
+    """Redirect this rank's output from its log to the launcher's console. Called when this rank
+    becomes the leader."""
     while _console:
         number, kept = _console.popitem()
         os.dup2(kept, number)
@@ -276,15 +286,15 @@ def _run_rank(server: int, connection: socket.socket, others: Sequence[socket.so
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
-    if "RANK" in environment:  # `run_once` has none
+    if "RANK" in environment:  # `run_once` does not set RANK
         set_process_name(f"rank {environment['RANK']}")
     signal.pthread_sigmask(signal.SIG_SETMASK, set())  # the default of a new process
-    # OpenMP has read the variable in the server, where it has another value.
+    # OpenMP has read OMP_NUM_THREADS in the server, where its value differs.
     if "torch" in sys.modules:
         threads = int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
         sys.modules["torch"].set_num_threads(threads)
     try:
         sys.exit(pkgutil.resolve_name(main)(words))
     finally:
-        # Python does not run exit handlers after a fork.
+        # `_exit_with` ends this process with `os._exit`, which runs no exit handlers.
         atexit._run_exitfuncs()

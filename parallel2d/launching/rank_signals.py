@@ -1,8 +1,9 @@
 """Signals that ask a rank to save and stop. Start at `listen` and `listen_to_interrupts`.
 
 [Note: pre-emption] Slurm sends SIGTERM (or SIGUSR1 with ``--signal``) before it takes a node away.
-A handler may interrupt a collective, so it must not start one. It only sets a flag; the next step's
-status all-reduce sends the flag to all ranks, and all of them save the same step.
+A signal handler may run in the middle of a collective, so it must not start another collective. The
+handler only sets a flag. The status all-reduce of the next step sends the flag to all ranks, and
+all ranks save the same step.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 from parallel2d.base.runtime import on_teardown
 
 _requested = False
-_replaced: dict[int, Any] = {}  # the handlers that ours have replaced
+_replaced: dict[int, Any] = {}  # the handlers that `listen` has replaced, by signal
 
 
 def listen() -> None:
     """Install the handlers in the main thread.
 
-    SIGTERM and SIGUSR1 request a save and a stop. SIGINT ends a worker at once and without a
-    traceback until `listen_to_interrupts`, because its parent reports the interruption.
+    SIGTERM and SIGUSR1 request a save and a stop. Until `listen_to_interrupts`, SIGINT ends this
+    process immediately and without a traceback; its parent reports the interruption.
     """
     ours: dict[int, Any] = {
         signal.SIGTERM: _request,
@@ -29,7 +30,7 @@ def listen() -> None:
     }
     for number, handler in ours.items():
         before = signal.signal(number, handler)
-        # A second `listen` finds our handlers and must not record them as the replaced handlers.
+        # A second `listen` finds its own handlers, and must not record them as replaced handlers.
         _replaced.setdefault(number, before)
     on_teardown(stop_listening)
 
@@ -40,7 +41,7 @@ def listen_to_interrupts() -> None:
 
 
 def stop_listening() -> None:
-    """Restore the handlers that `listen` replaced, and forget a request to stop."""
+    """Restore the handlers that `listen` replaced, and discard a request to stop."""
     global _requested
     while _replaced:
         number, handler = _replaced.popitem()

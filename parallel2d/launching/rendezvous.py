@@ -1,13 +1,14 @@
 """The rendezvous store of a job: `find_rendezvous` for several nodes, `own_rendezvous` for one.
 
-[Note: location of the store] The store may run on one of the nodes, which then must not fail: the
-node with the endpoint's address opens the store if nothing listens there yet. Or it runs outside of
-the nodes (``python -m parallel2d.launch store``), and any node may fail. A store outside outlives a
-job. Therefore each job's name has a number: the next job with this name finds the number closed and
-takes the next number.
+[Note: location of the store] The store may run on one of the nodes: the node with the endpoint's
+address opens it if nothing listens at this address yet. This node must not fail. The store may also
+run outside of the nodes (``python -m parallel2d.launch store``); then any node may fail. Such a
+store exists longer than a job. Therefore a job's name ends with a number, and the job marks this
+number as closed when it ends. The next job with the same name takes the first number that is not
+closed.
 
-The ranks use the same store, with keys under the names of their round. Nodes and ranks exchange all
-data through it, except collectives.
+The ranks use the same store; a prefix for each round separates their keys. Launchers communicate
+only through the store, and ranks through the store and collectives.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from parallel2d.base.store.server import StoreServer, log_dropped_connection
 from parallel2d.launching.network_interface import Interface, choose_interface, is_loopback
 
 _CLOSED = "parallel2d/closed"  # prefix of jobs that have ended
-OUTSIDE = "parallel2d/outside"  # a key in stores that run outside of the nodes
-_READ_TIMEOUT_S = 60.0  # per operation on the store
+OUTSIDE = "parallel2d/outside"  # a key that exists only in a store outside of the nodes
+_READ_TIMEOUT_S = 60.0  # time limit of one operation on the store
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Rendezvous:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that workers find the store by."""
+        """The environment variables with the address and the secret of the store, for the
+        workers."""
         return {STORE: self.store.address, VARIABLE: self.secret}
 
     @property
@@ -57,7 +59,7 @@ class Rendezvous:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def end(self, how: str = "well") -> None:
-        """Mark the job as ended: the next job with the same name takes another number."""
+        """Mark the job as ended with the result ``how``, and delete the keys of its ranks."""
         self.store.set(f"{_CLOSED}/{self.name}", how)
         self.store.delete_all(self.ranks_prefix)
 
@@ -69,8 +71,8 @@ class Rendezvous:
 
 
 def own_rendezvous(folder: str) -> Rendezvous:
-    """Return the rendezvous of a single node: a store in this launcher's private folder, without a
-    port."""
+    """Return the rendezvous of a single node. The store listens on a Unix socket in this launcher's
+    private folder, not on a port."""
     secret, loopback = new_secret(), Interface("lo", "127.0.0.1")
     server = StoreServer.within(folder, secret)
     store = StoreClient(server.address, secret, timeout_s=_READ_TIMEOUT_S)
@@ -78,12 +80,12 @@ def own_rendezvous(folder: str) -> Rendezvous:
 
 
 def find_rendezvous(config: LaunchConfig) -> Rendezvous:
-    """Connect to the store at ``launch.rdzv_endpoint``, and open it first if this machine must open
-    it. See [Note: location of the store].
+    """Connect to the store at ``launch.rdzv_endpoint``. Open the store first if the endpoint is an
+    address of this machine and the port is free. See [Note: location of the store].
 
-    Waits ``launch.rendezvous_timeout`` seconds for a store elsewhere. Raises `ConfigError` for an
-    address that cannot work, without a secret, and for a store outside of the nodes without
-    ``launch.job_id``.
+    Waits up to ``launch.rendezvous_timeout`` seconds for a store on another machine. Raises
+    `ConfigError` for an invalid address, for a missing secret, and if a store outside of the nodes
+    is used without ``launch.job_id``.
     """
     endpoint = str(config.rdzv_endpoint)
     secret = find_secret(config.secret_file, config.insecure)

@@ -1,11 +1,11 @@
 """The rendezvous of the launchers of a job, through its store: `Round`.
 
 [Note: rounds] All nodes start their ranks together, in a round. One key of the store has the state
-of the latest round; launchers change it only by compare-and-set. A round is open until the largest
-number of nodes has joined, or until the smallest number has joined and a last call has passed. The
-first launcher that sees this closes the round. A launcher whose ranks must restart opens the next
-round; the other launchers see it, end their ranks and join. The round waits for them while they are
-alive.
+of the latest round; launchers change this state only by compare-and-set. A round is open until the
+largest number of nodes has joined, or until the smallest number has joined and a waiting time for
+further nodes is over. The first launcher that finds this condition true closes the round. A
+launcher whose ranks must restart opens the next round. The other launchers see the new round, end
+their ranks and join it. The new round stays open until each of them has joined or has timed out.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from parallel2d.launching.failures import WorkersFailed
 from parallel2d.launching.heartbeat import Heartbeats
 from parallel2d.launching.rendezvous import Rendezvous
 
-# Seconds to wait for further nodes after the smallest number has joined: in the first round, and in
-# later rounds
+# Seconds to wait for further nodes after the smallest number of nodes has joined: in the first
+# round, and in later rounds
 FIRST_CALL_S, LAST_CALL_S = 20.0, 3.0
-_END_S = 60.0  # time that the first node to end waits for the others
+_END_S = 60.0  # the longest time that a node with finished ranks waits for the other nodes
 
 
 class JobDone(Exception):  # noqa: N818 (named after the event)
@@ -37,13 +37,14 @@ class JobDone(Exception):  # noqa: N818 (named after the event)
 
 
 class Launcher(NamedTuple):
-    """A launcher in a round. Nodes are numbered in the order of these fields."""
+    """A launcher in a round. The launchers are sorted by these fields, which gives the node
+    numbers."""
 
     address: str
     name: str
-    start: int  # number of rounds that it has joined
-    port: int  # a free port at that time
-    size: int  # number of its ranks
+    start: int  # number of rounds that the launcher has joined
+    port: int  # a port that was free when the launcher joined
+    size: int  # number of ranks of the launcher
 
 
 _KINDS = [str, str, int, int, int]
@@ -52,7 +53,7 @@ _KINDS = [str, str, int, int, int]
 class State(NamedTuple):
     """The state of a round."""
 
-    prefix: str = ""  # prefix of the keys of its ranks; empty while the round is open
+    prefix: str = ""  # prefix of the store keys of the ranks; empty while the round is open
     members: tuple[Launcher, ...] = ()
     before: tuple[str, ...] = ()  # names of the launchers of the previous round
     old_prefix: str = ""  # prefix of the previous round
@@ -60,7 +61,8 @@ class State(NamedTuple):
 
     @classmethod
     def from_text(cls, text: bytes) -> State:
-        """Parse a state. Raises `WorkersFailed` for any other text."""
+        """Parse a state; an empty text is an empty, open round. Raises `WorkersFailed` for other
+        text."""
         try:
             prefix, members, before, old_prefix, failed = json.loads(text) if text else cls()
             launchers = tuple(Launcher(*each) for each in members)
@@ -74,11 +76,11 @@ class State(NamedTuple):
 
 
 class Round:
-    """The latest round of a job, as this launcher knows it; see [Note: rounds]. The ``with`` block
-    sends heartbeats. Raises the errors of `StoreClient`.
+    """The latest round of a job, as this launcher knows it; see [Note: rounds]. Inside the ``with``
+    block a thread sends heartbeats. The methods raise the errors of `StoreClient`.
 
     Args:
-        rendezvous: the store and its keys.
+        rendezvous: the store, and the name of the job in its keys.
         size: number of ranks of this launcher.
         settings: the launch section.
 
@@ -161,11 +163,13 @@ class Round:
 
         Args:
             call_s: seconds to wait for further nodes after the smallest number has joined.
-            late: returns the wanted state while the ranks of the other launchers run: the current
-                state, to wait; the state with this launcher as a member; or `next`.
+            late: function that returns the wanted state while the ranks of other launchers run: the
+                current state, to wait; the state with this launcher as a member; or the result of
+                `next`.
             after_failure: True if the ranks of this launcher have ended because of a failure.
 
-        Raises `JobDone`, and `WorkersFailed` for a failed job or too few nodes.
+        Raises `JobDone` if the job has succeeded on other nodes, and `WorkersFailed` if the job has
+        failed or too few nodes have joined.
         """
         self.own = self.own._replace(start=self.own.start + 1, port=_free_port(self.own.address))
         begin, hosts = time.monotonic(), set[str]()
@@ -181,7 +185,7 @@ class Round:
                 raise WorkersFailed("the job was ended by another node; see the error there")
             wanted = self._wanted(late, after_failure)
             if wanted != self.state:
-                if not self._replace(wanted):  # another launcher was first
+                if not self._replace(wanted):  # another launcher has changed the state
                     time.sleep(random.random() * self.heartbeat_interval_s)
                 continue
             now = time.monotonic()
@@ -198,14 +202,14 @@ class Round:
         return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
-        """Return the state with this launcher in the place of a member, or after the last
-        member."""
+        """Return the state with this launcher as member number ``place``. It replaces the previous
+        member with this number; the first unused number adds a member."""
         members = list(self.state.members)
         members[place : place + 1] = [self.own]
         return self.state._replace(members=tuple(members))
 
     def _wanted(self, late: Callable[[], State], after_failure: bool) -> State:
-        """Return the next state, from the view of this launcher."""
+        """Return the state that this launcher wants to write next."""
         state, others = self.state, self._others()
         if not self.is_open:
             has_taken_part = len(others) < len(state.members)
@@ -223,7 +227,7 @@ class Round:
             self._enough_at = None
             return False
         self._enough_at = self._enough_at or now
-        # A launcher that has ended while it waited counts until it times out.
+        # A launcher that ended while the round was open counts as a member until it times out.
         if not all(map(self.is_known, names - {self.own.name})):
             return False
         is_over = now > self._enough_at + self._call_s
@@ -231,7 +235,8 @@ class Round:
         return len(names) == self.largest or (is_over and all(map(self.has_timed_out, missing)))
 
     def _replace(self, wanted: State) -> bool:
-        """Write the state. False if another launcher has changed it before."""
+        """Write the state ``wanted``. False if another launcher has changed the state since the
+        last poll."""
         was_open, text = self.is_open, json.dumps(wanted)
         self._take(self._store.compare_set(self._key, self._text, text))
         is_ours = self._text == text.encode()
@@ -253,9 +258,11 @@ class Round:
         )
 
     def await_others(self) -> None:
-        """Wait until the ranks of all members have succeeded: one node may hold the store."""
+        """Wait, at most `_END_S` seconds, until the ranks of all live members have succeeded. This
+        node may serve the store, which the other nodes still need."""
         key, deadline = f"{self.state.prefix}ended", time.monotonic() + _END_S
-        with contextlib.suppress(DistNetworkError, DistStoreError):  # it ended with another node
+        # the store ended with another node
+        with contextlib.suppress(DistNetworkError, DistStoreError):
             self._store.add(key, 1)
             while time.monotonic() < deadline and self.takes_part:
                 live = [each for each in self.state.members if not self.has_timed_out(each.name)]

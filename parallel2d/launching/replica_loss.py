@@ -1,5 +1,6 @@
-"""The choice between continuing and restarting after the loss of a replica, made at the start of a
-job: `choose`. See [Note: replicas that never stop] in `parallel2d.base.replicas`."""
+"""Decides at the start of a job what happens when a replica fails: the other replicas continue, or
+all ranks restart. Start at `choose`. See [Note: replicas that never stop] in
+`parallel2d.base.replicas`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from parallel2d.base.topology import Topology
 from parallel2d.parallel.mesh_sizes import resolve_mesh
 
 _CHECK = "python -m parallel2d.preflight --self-check --only replica-loss --write CLUSTER.yaml"
-# Variables under which calls of NCCL or torch block, although recovery needs calls that return at
-# once
+# With these values of the variables, calls of NCCL or torch wait for the device. Recovery needs
+# calls that return immediately.
 _BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_COMM_BLOCKING": "1"}
 
 
@@ -27,10 +28,10 @@ class LossPolicy:
     """The reaction to the loss of a replica.
 
     Attributes:
-        continues: True if the others continue, False if all ranks restart.
+        continues: True if the other replicas continue, False if all ranks restart.
         backend: backend of collectives across replicas, gloo or nccl2.
-        reason: the reason for a restart, to be logged; empty if the configuration demands the
-            restart.
+        reason: the reason why all ranks restart, for the log. Empty if the other replicas continue,
+            or if the configuration selects the restart.
     """
 
     continues: bool
@@ -45,8 +46,8 @@ def choose(
     device_type: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> LossPolicy:
-    """Return the policy of a job. Raises `ConfigError` if ``launch.on_replica_loss=continue`` is
-    not possible."""
+    """Return the policy of a job. Raises `ConfigError` if the configuration has
+    ``launch.on_replica_loss=continue`` and the job cannot continue without a replica."""
     wish, device_type = config.launch.on_replica_loss, device_type or accelerator_type()
     starts_again = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if wish == "restart":
@@ -68,8 +69,8 @@ def choose(
 
 
 def _backend(config: TrainConfig, device_type: str) -> tuple[str, bool]:
-    """Return the backend of ``launch.replica_backend``, and True if a check on this cluster has
-    passed with it."""
+    """Return the backend of ``launch.replica_backend``, and True if it needs no check or a check on
+    this cluster has passed with it."""
     wish, checked = config.launch.replica_backend, config.cluster.replica_backend
     if wish == "auto":
         wish = "nccl2" if device_type == "cuda" and checked == "nccl2" else "gloo"
@@ -84,7 +85,7 @@ def _limits(
     backend: str,
     environment: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the reasons for a restart of all ranks."""
+    """Yield the reasons why all ranks must restart after the loss of a replica."""
     if not starts_again:
         yield "launch.max_restarts=0 starts no replica again; set launch.max_restarts=3"
     if identity.launcher not in ("self", "nodes"):
@@ -95,7 +96,7 @@ def _limits(
         # With this setting, every collective of torch waits for all ranks, also for failed ranks.
         yield "TORCH_DISTRIBUTED_DEBUG=DETAIL connects all ranks; unset it"
     if "cudagraph" in config.compile.backend:
-        # A graph contains the communicator of its capture.
+        # A graph contains the communicator that existed when the graph was captured.
         yield f"compile.backend={config.compile.backend} records communicators in CUDA graphs"
     if backend == "nccl2":
         yield from _limits_of_nccl(config, identity, device_type, environment)

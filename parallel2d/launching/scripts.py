@@ -20,7 +20,8 @@ _PREFIX = "launch."
 
 def start_script(words: Sequence[str]) -> None:
     """Run a script on the ranks of this node. ``words``: overrides ``launch.KEY=VALUE``, as for the
-    train command, then the script and its arguments. Raises as `start_node`."""
+    train command, then the script and its arguments. Raises `ConfigError` for a missing script, and
+    the errors of `start_node`."""
     settings = list(itertools.takewhile(lambda word: word.startswith(_PREFIX), words))
     script = words[len(settings) :]
     if not script or not os.path.isfile(script[0]):

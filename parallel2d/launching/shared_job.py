@@ -1,11 +1,12 @@
-"""Distribution of one job to all ranks before they train: `share_job`.
+"""Distributes one job to all ranks before they train: `share_job`.
 
 [Note: one run directory] Only one process composes the job: the launcher of a single node, or rank
-0, which publishes configuration and directory through the rendezvous store. Restarted workers
-continue the job of the first workers: each node's first rank writes a record of the job, which
-exists as long as the node's launcher. Rank 0 asks all nodes for their records. One record is
-enough, so a new node of the job gets the record too. All ranks learn from the record that the
-workers were restarted, because the restart counters of elastic agents differ between nodes.
+0. Rank 0 publishes the configuration and the run directory in the rendezvous store. Restarted
+workers continue the job of the workers that they replace. For this, the first rank of each node
+writes a record of the job, and the node's launcher deletes the record when it ends. At a restart
+rank 0 reads the records of all nodes and uses the first that exists, so a node that is new in the
+job needs no record. If a record exists, the workers were restarted. The restart counters of elastic
+agents cannot show this, because they differ between nodes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from parallel2d.training.run_directory.ownership import wait_for_owner
 if TYPE_CHECKING:
     from parallel2d.training.metrics.late_ranks import Position
 
-# Lets the planner choose the parts of the layout that the job leaves open, from the overrides and
-# the number of ranks of each live node. Returns `Job.sizes` too.
+# A function that chooses the layout if the job does not set it. Its arguments are the
+# configuration, the overrides, the identity of rank 0, and the number of ranks of each live node.
+# It returns the configuration with the layout, and `Job.sizes`.
 ChooseLayout = Callable[
     [TrainConfig, Sequence[str], RankIdentity, Sequence[int]],
     tuple[TrainConfig, Mapping[str, int] | None],
@@ -46,19 +48,21 @@ def share_job(
     composition: Composition | None,
     choose_layout: ChooseLayout,
 ) -> Job | None:
-    """Return the same job on every rank: from the launcher of a single node, or composed by rank 0
-    and published in ``store``. See [Note: one run directory].
+    """Return the job, which is the same on every rank. The launcher of a single node has composed
+    it, or rank 0 composes it; rank 0 publishes it in ``store``. See [Note: one run directory].
 
     Args:
         identity: this rank.
         store: the rendezvous store.
         arguments: the overrides of the command line.
         composition: the composition of ``arguments``, if it exists already.
-        choose_layout: called by rank 0 at each start, since a restart may have other nodes.
+        choose_layout: function that rank 0 calls at each start, because the nodes may differ after
+            a restart.
 
     Returns None if rank 0 had nothing to run (``--help``).
     """
-    comes_back = os.environ.get(INCARNATION, "0") != "0"  # this replica rejoins a running job
+    # True if this replica rejoins a running job
+    comes_back = os.environ.get(INCARNATION, "0") != "0"
     config = None
     if not comes_back:
         config = _publish_job(identity, store, arguments, composition, choose_layout)
@@ -69,7 +73,7 @@ def share_job(
         raise ConfigError(received["error"])
     if identity.local_rank == 0:
         _record_job({key: received[key] for key in _RECORDED})
-    # Rank 0 has the parsed configuration already.
+    # On rank 0 `_publish_job` has returned the parsed configuration.
     config = config or from_yaml(received["chosen"])
     for word in arguments:
         if word.startswith("launch.host_id="):  # the only key that differs between nodes
@@ -86,7 +90,7 @@ def share_job(
 
 
 def _record_of(job: Job) -> dict[str, Any]:
-    """Return the record of a job for its ranks, and for ranks that replace them."""
+    """Return the record of a job, which its ranks read, and ranks that replace them."""
     return {
         "run_dir": job.run_dir,
         "config": to_yaml(job.config),
@@ -110,11 +114,12 @@ def _publish_job(
     composition: Composition | None,
     choose_layout: ChooseLayout,
 ) -> TrainConfig | None:
-    """Publish the record and the number of ranks of each node; then, on rank 0, the job.
+    """Publish this node's record and number of ranks; then, on rank 0, publish the job.
 
-    The job continues the job of replaced workers, or is new, and gets a layout for the present
-    ranks. Rank 0 publishes an error before raising. Returns the published configuration on
-    rank 0; None on the other ranks and if there is nothing to run.
+    If a record exists, the published job continues the recorded job; otherwise it is new. Its
+    layout is for the current ranks. Rank 0 publishes an error before it raises the error. Returns
+    the published configuration on rank 0. Returns None on the other ranks, and if rank 0 has
+    nothing to run.
     """
     if identity.local_rank == 0:
         record = _recorded_job(launcher_folder()) if _is_started_again() else None
@@ -220,8 +225,8 @@ def _record_job(record: dict[str, Any]) -> None:
 
 
 def forget_run(identity: RankIdentity) -> None:
-    """Delete the record of a run that ended well. Our own launchers delete their records
-    themselves."""
+    """Delete the record of a run that has succeeded. The launchers of this package delete their
+    records without this call."""
     if identity.local_rank == 0 and AGENT not in os.environ:
         folders.remove(launcher_folder())
 

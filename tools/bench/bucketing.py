@@ -2,13 +2,15 @@
 
     python tools/bench/bucketing.py [--rounds 6] [--link-ms 10]
 
-Four gloo ranks, `strategy=hybrid` on a 2 x 2 mesh, a small Llama, one micro-batch. All models live in the same processes and take
-turns, so that other work of the machine slows all of them.
+Four gloo ranks, `strategy=hybrid` on a 2 x 2 mesh, a small Llama, one micro-batch. All models are
+in the same processes and take turns, so that other work of the machine slows all of them equally.
 
-* Counts: one step of rank 0. The number of groups equals the number of reduce-scatters.
-* Peak memory: tensors that a step allocates, without the memory before the step, from the reports of the allocator.
-* The second table emulates a link: an all-gather takes ``--link-ms`` milliseconds, one after the other. Its seconds are the minimum
-  of all rounds, since other work only adds to them.
+* Counts are for one step of rank 0. The number of groups equals the number of reduce-scatters.
+* Peak memory counts the tensors that a step allocates, as the allocator reports them. Memory from
+  before the step is not counted.
+* The second table emulates a link: all-gathers run one after the other, for ``--link-ms``
+  milliseconds each. Its seconds are the minimum of all rounds, because other work of the machine
+  can only lengthen a step.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ KINDS = ("allgather", "reduce_scatter", "allreduce")
 
 
 class Collectives(TorchDispatchMode):
-    """Count the calls and payload bytes (the larger side) that reach the process groups, by kind."""
+    """Count the collectives and their bytes, by kind. The bytes are those of the larger of input
+    and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +129,8 @@ def step(model: torch.nn.Module, tokens: torch.Tensor) -> None:
 
 
 def peak_mib(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    """Return the peak MiB of tensors in a step, without the memory before the step, from its allocations and releases in order.
+    """Return the peak MiB of the tensors that a step allocates. The peak is computed from the
+    allocations and releases of the step.
 
     The result is the median of three steps, because threads of the process group also allocate.
     """

@@ -2,10 +2,11 @@
 
     python tools/bench/checkpoint.py [--ranks 2] [--mib 64] [--rounds 5] [--folder PATH]
 
-The script starts gloo ranks on this machine and shards a model of ``--mib`` MiB of fp32 parameters over them. With
-AdamW, the state is 3x as large. It saves in turn to disk, both ways, and to memory. Each save finishes before the next
-is measured. The first save of each kind allocates its buffers and has a separate column (in memory, the first two
-allocate, and one is counted there). The output is one table.
+The script starts gloo ranks on this machine and shards a model of ``--mib`` MiB of fp32 parameters
+over them. With AdamW, the state is 3x as large. It saves in turn to disk synchronously, to disk
+asynchronously, and to memory. Each save finishes before the next is measured. The first save of
+each kind allocates its buffers and has a separate column. In memory the first two saves allocate;
+the column has one of them. The output is one table.
 """
 
 from __future__ import annotations

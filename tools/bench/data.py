@@ -5,13 +5,17 @@
 The data is the source of Python's standard library, prepared into a temporary folder. The output is one Markdown
 table per question:
 
-* the reader and raw ``numpy.memmap`` slicing: the same random windows, copied into the same int64 arrays;
-* the feed: the time that `next` waits if a step takes as long as a small training step;
-* ``prepare`` and only the tokenizer on the same documents, for bytes and for a byte-pair tokenizer trained here;
-* a tensor group: every rank reads the same samples, or one reads and broadcasts (two gloo processes).
+* the reader, compared with slicing of a ``numpy.memmap``: both copy the same random windows into
+  int64 arrays;
+* the feed: the time that `next` waits for a batch if the loop computes as long as a small training
+  step;
+* ``prepare``, compared with only the tokenizer on the same documents, for bytes and for a byte-pair
+  tokenizer that this script trains;
+* a tensor group of two gloo processes: either both ranks read the same samples, or one rank reads
+  and broadcasts.
 
-Times are CPU seconds of the processes that work (wall time where another process is waited for), medians of
-five rounds.
+Times are CPU seconds of the processes that work, or wall seconds if one process waits for another.
+All figures are medians of five rounds.
 """
 
 from __future__ import annotations

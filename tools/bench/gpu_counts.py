@@ -5,10 +5,10 @@
 The script runs the train command with a llama of two layers in each layout: by default `COUNTED_LAYOUTS`, otherwise
 any of `LAYOUTS` in tests/stream_simulator/training_jobs.py. It prints one row for step 3 of rank 0:
 
-* the package's kernels (all others belong to the model, autograd, FSDP2 and the optimizer);
+* kernels of this package, without those of the model, autograd, FSDP2 and the optimizer;
 * waits of the host;
-* waits with outstanding operators;
-* waits with outstanding operators between the last forward and the optimizer.
+* waits of the host while operators are still outstanding;
+* the same waits, only between the last forward and the optimizer.
 """
 
 from __future__ import annotations

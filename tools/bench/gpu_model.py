@@ -2,14 +2,16 @@
 
     python -m tools.bench.gpu_model [traced] [layouts] [published]
 
-The formula is the planner's (`parallel2d/parallel/cost/step_time.py`): FLOPs at a share of the peak,
-collectives as rings on links of the data sheet, and their overlap. Each part prints a table:
+The formula is that of the planner (`parallel2d/parallel/cost/step_time.py`). It has the time of the
+FLOPs at a share of the peak, the time of collectives as rings on links of the data sheet, and their
+overlap. Each part of the script prints a table:
 
-* traced: FLOPs, bytes of collectives and the optimizer's memory traffic that the stream simulator
-  counts in one step of a small job, in the formula, next to the planner's prediction from shapes;
+* traced: two predictions for one step of a small job. One uses the counts of the stream simulator
+  (FLOPs, bytes of collectives, memory traffic of the optimizer), the other the planner's counts
+  from shapes;
 * layouts: Llama 8B on 8 and on 16 x 8 H100, and FSDP2 without parallel2d. The counts of a block are
   multiplied by the number of blocks;
-* published: measurements of torchtitan that no efficiency was fitted on.
+* published: measurements of torchtitan that were not used to fit the efficiencies.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ ASSUMPTIONS = (
     "FSDP2 has the groups of parallel2d, and reduces each group over the replicas in one all-reduce",
 )
 TOLERANCE = 0.15
-EFFICIENCY = 0.4  # of the traced job, in fp32: any share serves the comparison
+EFFICIENCY = 0.4  # of the traced job, in fp32. The comparison does not depend on the value.
 TRACED = ("hybrid", "hybrid bf16")
 TRACED_CLUSTER = (
     "cluster=h100",
@@ -100,7 +102,7 @@ FLOAT8 = (
 
 
 class Prediction(NamedTuple):
-    """The prediction from the trace and the planner's, of one job."""
+    """Two predictions for one job: from the counts of the trace, and from the planner's counts."""
 
     counted: StepSeconds
     planned: StepEstimate
@@ -116,7 +118,8 @@ def plan(words: tuple[str, ...]) -> tuple[LayoutCost, StepEstimate]:
 
 
 def counted_seconds(trace: StepTrace, words: tuple[str, ...]) -> StepSeconds:
-    """Return the planner's formula with the counts of a trace, of a hybrid layout."""
+    """Return the result of the planner's formula for the counts of a trace. The layout must be
+    hybrid."""
     composition = compose(list(words))
     assert composition is not None
     config = composition.config
@@ -188,7 +191,8 @@ def _groups_of(
 
 
 def traced_prediction(name: str) -> Prediction:
-    """Trace one of `TRACED` in the stream simulator, and predict its step twice."""
+    """Trace the job ``name`` in the stream simulator. Predict its step time from the trace and from
+    shapes."""
     layout = LAYOUTS[name]
     words = (*SMALL, *layout.overrides, *TRACED_CLUSTER)
     _, planned = plan(words)

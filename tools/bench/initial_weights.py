@@ -2,16 +2,17 @@
 
     python -m tools.bench.initial_weights [--model llama_405b] [--sizes 1x1024x1 ...]
 
-For each mesh (``REPLICATExSHARDxTENSOR``) this process becomes rank 0 of imaginary ranks, whose
-collectives return at once. It shards the model on meta and then draws its part of the values, packs
-the messages for the other ranks and fills its local shards, as `parallelize` does. Rank 0 has the
-largest part to draw, so no rank takes longer. The script prints:
+For each mesh (``REPLICATExSHARDxTENSOR``) this process is rank 0 of a fake process group, whose
+collectives return immediately. As in `parallelize`, it shards the model on meta, draws the values
+that rank 0 must draw, packs the messages for the other ranks, and fills its local shards. No rank
+draws more values than rank 0, so no rank takes longer. The script prints:
 
 * values that rank 0 draws and keeps, and bytes that it sends;
-* CPU-seconds of drawing, and of everything else, on one thread;
+* CPU-seconds of drawing and CPU-seconds of all other work, on one thread;
 * CPU-seconds of one rank that draws all values at the same rate.
 
-The time of the messages on a network is not measured: divide the bytes by its bandwidth.
+The time of the messages on a network is not measured. To estimate it, divide the bytes by the
+bandwidth of the network.
 """
 
 from __future__ import annotations

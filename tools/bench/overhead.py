@@ -1,11 +1,14 @@
-"""Measure the overhead over a hand-written FSDP2 loop: CPU-seconds per step on the same model, data and mesh, run alternately.
+"""Measure the CPU-seconds per step of the trainer, relative to a hand-written FSDP2 loop with the
+same model, data and mesh.
 
     python tools/bench/overhead.py [--rounds 12] [--steps 10] [--against unmeasured]
 
-Each loop has four separate worker processes, so that neither sees hooks or allocations of the other. The loops take turns, so that other
-work of the machine slows both. With ``--against unmeasured`` the other loop is also this trainer, without measured communication, without
-TensorBoard, and with a row only every thousand steps. The output is the ratio of CPU-seconds (user + system of all ranks) per round and over
-all rounds; the median over rounds is the figure.
+Each loop has four separate worker processes, so that the hooks and allocations of one loop do not
+affect the other loop. The loops take turns, so that other work of the machine slows both equally.
+With ``--against unmeasured`` the other loop is the same trainer without measured communication,
+without TensorBoard, and with a row only every thousand steps. The output is the ratio of
+CPU-seconds (user and system time of all ranks) of each round and of all rounds together. The result
+is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 SEQ, MICRO, GLOBAL = 128, 8, 32
 WORLD = 4
-OTHERS = {  # this trainer again, with these overrides
+OTHERS = {  # other loops that are the same trainer with these overrides
     "unmeasured": [
         "metrics.communication=false",
         "metrics.tensorboard=false",
@@ -44,7 +47,8 @@ def cpu_seconds() -> float:
 
 
 class HandWritten:
-    """A plain `fully_shard` loop: a 2 x 2 mesh, blocks, clipping, and a loss that is read every step."""
+    """A hand-written `fully_shard` loop on a 2 x 2 mesh. Each block is a group, gradients are
+    clipped, and the loss is read in every step."""
 
     def __init__(self, config: Any, stream: Any, plan: Any) -> None:
         from parallel2d.models.llama import Llama
@@ -144,7 +148,7 @@ def build(kind: str, rank: int, arguments: argparse.Namespace, folder: str) -> A
 
 
 def worker(kind: str, rank: int, arguments: argparse.Namespace, folder: str, pipe: Any) -> None:
-    """Run ``arguments.steps`` steps on each request of ``pipe``; answer with their CPU-seconds."""
+    """For each request from ``pipe``, run ``arguments.steps`` steps and send their CPU-seconds."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, f"store-{kind}"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)

@@ -1,8 +1,9 @@
-"""Training loops of `tools.bench.peers`: one model, in parallel2d and in each other implementation.
+"""Training loops for `tools.bench.peers`: the same model in parallel2d and in other
+implementations.
 
-A loop has the same model, batches, loss, clipping and optimizer as all others. It differs only in the
-wrapped model and in the calls that the implementation documents for micro-batches, backward and
-clipping.
+All loops have the same model, batches, loss, maximum gradient norm and optimizer. A loop differs
+from the others only in the wrapper of the model, and in the documented calls of its implementation
+for micro-batches, backward and clipping.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def clipping(
 def without_sync(
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Callable[[Sequence[Batch]], Iterator[Batch]]:
-    """Return the micro-batches of a model that reduces gradients unless it is in ``no_sync()``."""
+    """Return ``micro_batches`` for a model that reduces gradients in each backward outside of
+    ``no_sync()``."""
 
     def micro_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
         for batch in batches[:-1]:
@@ -159,7 +161,8 @@ def ddp_loop(job: Job) -> Loop:
 
 
 def _fsdp2_micro_batches(model: Any, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Yield the micro-batches; all but the last reduce only over the shard axis."""
+    """Yield the micro-batches. Only the last micro-batch reduces over the replicate axis; all
+    reduce over the shard axis."""
     for number, batch in enumerate(batches):
         is_last = number == len(batches) - 1
         model.set_is_last_backward(is_last)
@@ -220,7 +223,8 @@ class TorchtitanLlama(Llama):
 
 
 def torchtitan_loop(job: Job) -> Loop:
-    """torchtitan's FSDP and clipping. It sums gradients over ranks, and scales the loss."""
+    """torchtitan's FSDP and clipping. torchtitan sums gradients over ranks, so the loss is
+    scaled."""
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
     from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -229,7 +233,7 @@ def torchtitan_loop(job: Job) -> Loop:
     if job.device.type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # gloo has no sum with a factor.
+                # gloo does not support the default reduction, a sum with a factor.
                 module.set_force_sum_reduction_for_comms(True)
     micro_batches = functools.partial(_fsdp2_micro_batches, model)
     scale = 1 / dist.get_world_size()
@@ -277,7 +281,7 @@ class Peer(NamedTuple):
 
     build: Callable[[Job], Loop]
     layouts: tuple[str, ...]
-    # Imported by the loop, and not a requirement of this project
+    # Modules that the loop imports, and that this project does not require
     modules: tuple[str, ...] = ()
 
 

@@ -1,13 +1,14 @@
-"""Compare a training step with other implementations: the same model, batches and ranks, in turns.
+"""Compare the time of a training step with other implementations, for the same model, batches and
+ranks.
 
     python -m tools.bench.peers [--layouts ddp hybrid zero3] [--model small] [--ranks 4] [--rounds 12] [--steps 10] [--accumulate 1]
 
 In the layout ``ddp`` the ratios are relative to torch's DDP, in ``hybrid`` and ``zero3`` to a
-hand-written FSDP2 loop. Each implementation has its own worker processes, with gloo on CPUs (one
-thread each) or one accelerator per rank. In every round, each of them runs ``--steps`` steps while
-all others wait; the order rotates. A step is forward and backward of each micro-batch, clipping,
-fused AdamW and ``zero_grad``. Implementations that are not installed are listed as skipped. The
-first losses of all must agree.
+hand-written FSDP2 loop. Each implementation has separate worker processes. They use gloo on CPUs,
+with one thread per rank, or one accelerator per rank. In every round, each implementation runs
+``--steps`` steps while all others wait; the order changes from round to round. A step is forward
+and backward of each micro-batch, clipping, fused AdamW and ``zero_grad``. Implementations that are
+not installed are listed as skipped. The first losses of all implementations must be equal.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tools.bench.overhead import cpu_seconds, start
 from tools.bench.peer_loops import PEERS, SIZES, Job, set_environment
 
 LAYOUTS = ("ddp", "hybrid", "zero3")
-# `parallelize.script_checks` examines forwards 1, 2, 4 and so on; the next ones are 64 and 128.
+# `parallelize.script_checks` examines forwards 1, 2, 4 and so on. After the warm-up, the next
+# examined forwards are 64 and 128.
 WARM_UP_FORWARDS = 33
 COMPARED_LOSSES = 5
 
@@ -43,14 +45,15 @@ class Used(NamedTuple):
 
 
 def worker(key: tuple[str, str], rank: int, options: Any, folder: str, pipe: Any) -> None:
-    """Run ``options.steps`` steps on each request of ``pipe``; answer with their `Used`.
+    """For each request from ``pipe``, run ``options.steps`` steps and send their seconds and
+    CPU-seconds.
 
     Args:
         key: the layout and the implementation.
-        rank: of this process.
-        options: of the command line.
-        folder: of the files of the process groups.
-        pipe: carries the first losses, then requests and answers.
+        rank: rank of this process.
+        options: options of the command line.
+        folder: folder for the files of the process groups.
+        pipe: the worker sends the first losses, then receives requests and sends results.
     """
     layout, name = key
     set_environment(rank, options.ranks, options.port)
@@ -98,7 +101,8 @@ def turn(workers: list[tuple[Any, Any]], steps: int) -> Used:
 
 
 def installed(layout: str) -> tuple[list[str], list[str]]:
-    """Return the implementations of the layout, and one line about each that cannot be imported."""
+    """Return the installed implementations of the layout, and one line about each implementation
+    that cannot be imported."""
     names, skipped = [], []
     for name, peer in PEERS.items():
         if layout not in peer.layouts:
@@ -114,7 +118,8 @@ def installed(layout: str) -> tuple[list[str], list[str]]:
 
 
 def check_losses(losses: dict[str, list[list[float]]]) -> None:
-    """Raise if an implementation has other losses than the first: it trains something else."""
+    """Raise SystemExit if the losses of an implementation differ from those of the first
+    implementation."""
     first, *others = losses
     expected = torch.tensor(losses[first])
     for name in others:

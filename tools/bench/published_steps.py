@@ -45,7 +45,7 @@ class PublishedRow(NamedTuple):
     """One published measurement."""
 
     name: str
-    source: str  # rows of one source are compared with each other
+    source: str  # only rows of one source are compared with each other
     words: tuple[str, ...]
     nodes: int
     tokens_per_s: float  # of one GPU
@@ -71,8 +71,8 @@ class ComparedRow(NamedTuple):
 
     row: PublishedRow
     predicted: float
-    key: tuple[str, bool]  # of the efficiency: device, compiled
-    compute_share: float  # of the step
+    key: tuple[str, bool]  # key of the efficiency: device, and True if blocks are compiled
+    compute_share: float  # share of compute in the predicted step
 
     @property
     def error(self) -> float:

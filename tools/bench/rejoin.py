@@ -4,9 +4,9 @@
 
 Three nodes of one rank are network namespaces of this machine (docs/cluster.md), which need root.
 The worker of node 2 is killed and restarts, and the worker of node 0 sends it the state. The output
-is the median step of four phases: before the failure; without the failed replica, while it starts;
-during the stream; after it. The other output is the time and rate of the transfer, and the RSS of
-donor and joining replica.
+has the median step time of four phases: before the failure; without the failed replica, while it
+restarts; while it receives the state; afterwards. The output also has the time and rate of the
+transfer, and the RSS of the donor and of the joining replica.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = (
     *("train.validate_every=0", "metrics.log_every=1", "metrics.tensorboard=false"),
 )
 DONOR, JOINER = 0, 2
-# Limit for ten steps; a step of 2 GiB of state takes half a minute
+# Time limit in seconds for ten steps. With 2 GiB of state a step takes half a minute.
 STEPS_S = 1200
 PHASES = ("before", "without the replica", "during the stream", "after")
 
@@ -50,7 +50,8 @@ class Memory:
 
 
 def phase_of(row: dict[str, Any], failed: dict[str, Any], admitted: dict[str, Any]) -> str:
-    """Return the phase of a step, or an empty string for the first step of a phase."""
+    """Return the phase of the step in ``row``. Return an empty text for a step in which the replica
+    fails or joins."""
     if row["step"] < failed["step"]:
         return PHASES[0]
     if failed["step"] < row["step"] < admitted["step"]:
@@ -63,7 +64,7 @@ def phase_of(row: dict[str, Any], failed: dict[str, Any], admitted: dict[str, An
 def report(rows: list[dict[str, Any]], memory: Memory, mib: float) -> str:
     """Return the tables of one run. ``mib``: size of the state."""
     failed = next(row for row in rows if row[keys.REPLICAS] == 2)
-    # The seconds of the admission are the first lost seconds after the failure.
+    # The first row after the failure with more lost seconds is the row in which the replica joins.
     admitted = next(
         row for row in rows if row[keys.REPLICAS_LOST_S] > failed[keys.REPLICAS_LOST_S] + 1e-3
     )

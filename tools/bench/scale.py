@@ -1,13 +1,15 @@
-"""Measure the cost of a start by number of ranks: seconds, descriptors, and traffic with the store of the job.
+"""Measure the cost of a start for several numbers of ranks: seconds, descriptors, and traffic with
+the store of the job.
 
     python -m tools.bench.scale [--ranks 16 32 64 128] [--words WORD ...]
 
-The script starts a job of a tiny model with each number of ranks on this machine, by the ordinary command, with further ``--words``. It prints:
+For each number of ranks, the script starts a job with a tiny model on this machine. It uses the
+train command, with the additional arguments ``--words``. It prints:
 
 * seconds to the end of the second step;
 * the peak number of descriptors of a rank and of the launcher;
-* bytes and requests that the store has received and sent until then;
-* the fitted exponents: 1 means in proportion to the number of ranks.
+* bytes and requests that the store has received and sent until the end of the second step;
+* the exponent of each figure as a power of the number of ranks: 1 means proportional.
 """
 
 from __future__ import annotations

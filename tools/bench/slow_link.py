@@ -2,11 +2,13 @@
 
     python -m tools.bench.slow_link [--rate 200mbit] [--rounds 4] [--trace FOLDER]
 
-Nodes are network namespaces of this machine (docs/cluster.md), which need root. All layouts live in one job and take turns, so that
-other work of the machine slows all of them. The bare wire is the time of transferring the gradients of a node, without a model. The
-output is the median step of each layout, also as a share of flat sharding, and the bytes that a node sends per step in units of the
-gradient's bytes. ``--trace`` writes a Chrome trace of one step of parallel2d on rank 0. It also prints the start of each bucket (ranges
-``replicate: bucket N``) and the end of the last reduction over the shard axis.
+Nodes are network namespaces of this machine (docs/cluster.md), which need root. All layouts are in
+one job and take turns, so that other work of the machine slows all of them equally. *Bare wire* is
+the time to all-reduce the gradients of a node, without a model. For each layout, the output has the
+median step time, its ratio to flat sharding, and the bytes that a node sends per step in units of
+the gradient's bytes. ``--trace`` writes a Chrome trace of one step of parallel2d on rank 0. It also
+prints the start of each bucket (ranges ``replicate: bucket N``) and the end of the last reduction
+over the shard axis.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def parallelized(strategy: str) -> nn.Module:
 
 
 def hand_written() -> nn.Module:
-    """Return the model in hybrid sharding of FSDP2, by block."""
+    """Return the model with FSDP2's hybrid sharding; each block is a group."""
     sizes = (2, dist.get_world_size() // 2)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
     model: Any = build()
@@ -66,7 +68,7 @@ def hand_written() -> nn.Module:
 
 
 def stepper(model: nn.Module) -> Callable[[], None]:
-    """Return one training step of ``model``."""
+    """Return a function that runs one training step of ``model``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     tokens = torch.randint(
         0, VOCABULARY, (1, SEQ + 1), generator=torch.Generator().manual_seed(dist.get_rank())
@@ -81,7 +83,8 @@ def stepper(model: nn.Module) -> Callable[[], None]:
 
 
 def bare_wire(elements: int) -> Callable[[], None]:
-    """Return an all-reduce of one rank's gradients with the rank of the same shard on the other node."""
+    """Return a function that all-reduces the gradients of one rank with the rank on the other node
+    that has the same shard."""
     ranks = torch.arange(dist.get_world_size()).view(2, -1)
     groups = [dist.new_group(pair.tolist()) for pair in ranks.t()]
     own = groups[dist.get_rank() % ranks.shape[1]]
@@ -90,7 +93,8 @@ def bare_wire(elements: int) -> Callable[[], None]:
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this node has sent to others, from the kernel's counters."""
+    """Return the number of bytes that this node has sent to other nodes, from the kernel's
+    counters."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name.strip() == "eth0":

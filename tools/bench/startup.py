@@ -2,12 +2,13 @@
 
     python tools/bench/startup.py [--against FOLDER] [--rounds 6]
 
-With ``--against``, another checkout takes turns with this one. The job has four ranks and ``strategy=hybrid``. The output is the median and the
-range of three figures:
+With ``--against``, the checkout in FOLDER is measured too, in turn with this checkout. The job has
+four ranks and ``strategy=hybrid``. The output is the median and the range of three figures:
 
 * Start-up: seconds of the complete command for two steps.
 * Restart: ``goodput/lost_restart_s`` of the run after one rank is killed.
-* Memory: the launcher and all its descendants, with shared pages counted once (PSS), before the kill.
+* Memory of the launcher and all its descendants before the rank is killed. Shared pages are counted
+  once (PSS).
 """
 
 from __future__ import annotations

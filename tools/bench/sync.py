@@ -2,11 +2,13 @@
 
     python tools/bench/sync.py [--rate 200mbit] [--nodes 2] [--rounds 3] [--methods fp32,bf16,...] [--vocabulary 8192] [--json FILE]
 
-Nodes are network namespaces of this machine (docs/cluster.md), which need root. All methods live in one job and take turns. A round is
-one period of diloco (`EVERY` steps) for its methods and `--steps` steps for the others. The columns per method are:
+Nodes are network namespaces of this machine (docs/cluster.md), which need root. All methods are in
+one job and take turns. A round has `EVERY` steps (one period) for methods with diloco, and
+`--steps` steps for all other methods. The columns for each method are:
 
-* the median step of methods that send every step, the mean over a period for diloco;
-* its share of flat sharding and of fp32;
+* the step time: the median for methods that exchange in every step, and the mean over a period for
+  diloco;
+* the ratio of the step time to flat sharding and to fp32;
 * the share of the time that rank 0 does not wait for other nodes;
 * the bytes that a node sends per step, from the kernel's counters, in units of an exact fp32 all-reduce;
 * the predicted bytes of the replicate axis (flat sharding has none).

@@ -1,11 +1,12 @@
-"""Compare the loss of every sync method with synchronous training, paired over seeds.
+"""Compare the loss of every sync method with synchronous training, for the same seeds.
 
     python tools/bench/sync_curves.py [--steps 1200] [--batch 64] [--seeds 3] [--methods sync,bf16,diloco,...] [--out FOLDER] [--json FILE]
 
-Each run is the train command on two ranks of this machine. It has the model, data, schedule and batches of the synchronous run with the
-same seed; only the section `sync` differs. The loss is the validation loss of the shared parameters. Finished runs are not repeated. The
-output is the mean loss over seeds, the gap to synchronous training by pairs of equal seeds with its spread, and the bytes sent in units of
-exact fp32 gradients.
+Each run is the train command on two ranks of this machine. It has the model, data, schedule and
+batches of the synchronous run with the same seed; only the section `sync` differs. The loss is the
+validation loss of the shared parameters. Finished runs are not repeated. For each method, the
+output has the mean loss over seeds; the mean and the spread of the gap to the synchronous run with
+the same seed; and the bytes sent, in units of exact fp32 gradients.
 
 Four bits every step, on 3.4 M parameters:
 
@@ -50,7 +51,7 @@ METHODS = {
     "bf16": "sync.wire=bf16",
     "int8": "sync.wire=int8",
     "int4": "sync.wire=int4",
-    # The control that must lose: rounding errors are dropped.
+    # A control that must have a higher loss, because rounding errors are dropped.
     "int4_without_feedback": "sync.wire=int4 train.hooks=[tools.bench.sync_curves:WithoutFeedback]",
     "split_bf16": "strategy=hybrid_full mesh.shard=1 sync.wire=bf16",
     "diloco": "sync=diloco",
@@ -60,7 +61,8 @@ METHODS = {
     "streaming": "sync=diloco sync.fragments=3 sync.delay=5",
     "streaming_int4": "sync=diloco sync.wire=int4 sync.fragments=3 sync.delay=5",
     "every_100": "sync=diloco sync.every=100",
-    # The control that must lose: much momentum for a short period, against none.
+    # A control that must have a higher loss: with a short period, much momentum is worse than no
+    # momentum.
     "every_16_momentum_0.9": "sync=diloco sync.every=16 sync.outer_momentum=0.9",
     "every_16_momentum_0": "sync=diloco sync.every=16 sync.outer_momentum=0",
 }  # fmt: skip

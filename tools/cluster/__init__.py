@@ -1,5 +1,5 @@
-"""Several nodes on one Linux machine: network namespaces with shaped links, real launchers, counted
-bytes, injected faults.
+"""Simulates several nodes on one Linux machine. Nodes are network namespaces with limited links,
+and run launchers of torchrun or this package. The module counts bytes and injects faults.
 
 Start at `Cluster` from Python and at ``python -m tools.cluster`` from the command line. Guide:
 docs/cluster.md.

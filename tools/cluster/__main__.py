@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         schedule = Schedule(cluster, faults)
         try:
-            # A signal after this line still writes the counters.
+            # If a signal arrives after this line, the counters are still written.
             print(f"[cluster] started on {len(cluster.nodes)} nodes", flush=True)
             has_ended = _wait(job, schedule, options.timeout)
         finally:

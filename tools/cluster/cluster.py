@@ -1,5 +1,5 @@
-"""`Cluster`: nodes, their links, a job on them, and faults. Everything is removed when the ``with``
-block ends, also after an exception."""
+"""`Cluster` creates nodes and links, runs a job on them, and injects faults. It removes everything
+when the ``with`` block ends, also after an exception."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Cluster:
         store: host of the rendezvous, ``node0`` or ``outside`` (a separate host that no fault of a node affects).
         output: folder for logs and counters; None: a temporary folder that is removed with the cluster.
         environment: variables for every process of every node.
-        echo: receives every line with the node's name before it.
+        echo: function that receives every line of output, with the name of the node before it.
 
     Raises `ClusterError` if the cluster cannot be created.
     """
@@ -104,7 +104,7 @@ class Cluster:
         self.job: Job | None = None
         self.nodes: list[Node] = []
         self.events: list[dict[str, Any]] = []
-        self.killed: set[int] = set()  # nodes that a fault took down, until they are restored
+        self.killed: set[int] = set()  # nodes that a fault has killed and that are not restored yet
         self._names = [f"node{index}" for index in range(nodes)]
         self._output = Path(output) if output is not None else None
         self._echo = echo
@@ -131,7 +131,7 @@ class Cluster:
             self.network.create()
             lines = ["127.0.0.1 localhost"]
             for host, link in self.network.links.items():
-                # The second line is the address that IPv6 sockets see.
+                # The second line has the IPv4 address in the form in which IPv6 sockets report it.
                 lines += [
                     f"{link.address} {host}",
                     f"::ffff:{link.address} {host}.peer",
@@ -217,7 +217,7 @@ class Cluster:
         cwd: str | os.PathLike[str] | None = None,
         late: Sequence[int] = (),
     ) -> Job:
-        """Start a job: one launcher on every node, all at once.
+        """Start a job with one launcher on each node, except on the nodes in ``late``.
 
         Args:
             words: arguments of ``python`` (``["-m", "parallel2d.train", ...]``); with ``launcher="none"`` the complete command.
@@ -225,8 +225,8 @@ class Cluster:
             min_nodes: the job continues with this number of nodes; None: all.
             max_restarts: None: the default of the launcher (torchrun: 0).
             environment: variables for the launchers.
-            cwd: relative paths in ``words`` start here.
-            late: nodes without a launcher at first; `Job.start` starts it.
+            cwd: working directory, for relative paths in ``words``.
+            late: nodes whose launcher is not started here; `Job.start` starts it later.
         """
         if launcher not in LAUNCHERS:
             raise ClusterError(f"launcher={launcher} must be one of {', '.join(LAUNCHERS)}")
@@ -313,7 +313,8 @@ class Cluster:
         self._signal_worker(node, local_rank, signal.SIGKILL, "kill-worker")
 
     def stop_worker(self, node: int, local_rank: int) -> None:
-        """Send SIGSTOP to one worker: it keeps its connections and does nothing, like a hang."""
+        """Send SIGSTOP to one worker. Like a hanging process, it keeps its connections open and
+        does nothing."""
         self._signal_worker(node, local_rank, signal.SIGSTOP, "stop-worker")
 
     def continue_worker(self, node: int, local_rank: int) -> None:
@@ -324,7 +325,7 @@ class Cluster:
         self._event(what, node=node, rank=local_rank)
 
     def kill_node(self, node: int, *, power_loss: bool = False) -> None:
-        """Kill everything on the node at once; its memory is lost.
+        """Kill all processes of the node at the same time. Its shared memory is lost.
 
         The kernel still closes the connections, which the peers notice. With ``power_loss`` the link is cut first, so that
         nothing reaches the peers.

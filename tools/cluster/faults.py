@@ -140,14 +140,15 @@ def _read(text: str, key: str, value: str) -> Any:
 
 
 class Schedule:
-    """Inject faults from a separate thread while a job runs. A failing fault ends the schedule; ``error`` keeps its exception."""
+    """Injects faults from a separate thread while a job runs. If a fault cannot be injected, the
+    schedule ends, and ``error`` has the exception."""
 
     def __init__(self, cluster: Cluster, faults: list[Fault]) -> None:
         assert cluster.job is not None
         if cluster.job.run_dir is None and any(fault.step is not None for fault in faults):
             raise ClusterError("at=step:N needs hydra.run.dir=DIR among the words of the job")
         for fault in faults:
-            cluster.log_path(fault.values.get("node", 0))  # raises for an unknown node
+            cluster.log_path(fault.values.get("node", 0))  # raises an exception for an unknown node
         self._cluster, self._job = cluster, cluster.job
         self.waiting = list(faults)  # faults that are not due yet
         self._ends: list[tuple[float, Fault]] = []

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from tools.cluster.cluster import Cluster
 
 LAUNCHERS = ("torchrun", "own", "none")
-PORT = 29400  # the same on every node; nodes have separate ports
-# torchrun detects a failed node after 3 s instead of 30, and then waits 5 s for late nodes instead of 30.
+PORT = 29400  # the same number on every node, because each node has a separate network namespace
+# With these values torchrun detects a failed node after 3 s instead of 30 s, and then waits 5 s
+# instead of 30 s for late nodes.
 _DETECTION = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -122,7 +123,8 @@ class Job:
         return {node: process.wait() for node, process in self.processes.items()}
 
     def check(self, timeout: float | None = None) -> None:
-        """Wait; raise `ClusterError` with the end of the output unless every launcher ended with 0."""
+        """Wait for all launchers. Raises `ClusterError` with the end of the output if a launcher
+        ends with another exit code than 0."""
         codes = self.wait(timeout)
         if any(codes.values()):
             raise ClusterError(f"exit codes by node: {codes}\n{self.tail()}")
@@ -163,7 +165,7 @@ class Job:
             self.processes[which].send_signal(number)
 
     def output(self, node: int) -> str:
-        """Return the output of this node's processes so far, on both streams."""
+        """Return the output of this node's processes so far: standard output and standard error."""
         return self.cluster.log_path(node).read_text(errors="replace")
 
     def tail(self, characters: int = 3000) -> str:

@@ -1,5 +1,5 @@
-"""Folders and namespaces of clusters on this machine, and `clean`, which removes them after the owner
-died.
+"""Manages the folders and namespaces of clusters on this machine. `clean` removes those whose owner
+has ended.
 
 Each cluster has one folder ``/tmp/p2d-cluster-TAG`` with ``state.json`` (owner's pid and start
 time, subnet) and namespaces named ``p2d-TAG-HOST``. Processes of a node end with their owner;
@@ -32,7 +32,7 @@ def exit_on_signals() -> None:
 
     def end(number: int, _frame: Any) -> None:
         for each in asked:
-            signal.signal(each, signal.SIG_IGN)  # nothing interrupts the clean-up
+            signal.signal(each, signal.SIG_IGN)  # a further signal must not interrupt the clean-up
         sys.exit(128 + number)
 
     for each in asked:
@@ -40,7 +40,8 @@ def exit_on_signals() -> None:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start of a process in clock ticks since boot. With the pid it identifies the process."""
+    """Return the start time of a process in clock ticks since boot. The pid and the start time
+    together identify a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -49,7 +50,8 @@ def _started(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """Hold a lock: one tool at a time chooses a subnet or cleans."""
+    """Hold a lock inside the context, so that only one process at a time chooses a subnet or
+    removes clusters."""
     handle = os.open(ROOT, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -90,7 +92,7 @@ def reserve(hosts: list[str]) -> tuple[str, Path, Any]:
 
 
 def remove(tag: str) -> list[str]:
-    """Remove the namespaces and the folder of one cluster; return their names."""
+    """Remove the namespaces and the folder of one cluster. Return their names."""
     removed = delete_namespaces(tag)
     folder = ROOT / f"{_FOLDER}{tag}"
     if folder.exists():
@@ -100,7 +102,8 @@ def remove(tag: str) -> list[str]:
 
 
 def clean() -> list[str]:
-    """Remove the namespaces and folders of clusters with a dead owner; return their names."""
+    """Remove the namespaces and folders of all clusters whose owner has ended. Return their
+    names."""
     with _locked():
         known = states()
         tags = {tag for tag, state in known.items() if not state["alive"]}

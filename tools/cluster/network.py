@@ -1,8 +1,9 @@
-"""The network of a cluster: one namespace as switch, one per host, a veth pair between; rate, loss,
-delay and cuts of each link. Start at `Network`.
+"""The network of a cluster. One namespace is the switch; each host has a namespace, which a veth
+pair connects to the switch. Each link has a rate, loss and delay, and can be cut. Start at
+`Network`.
 
-Commands of iproute2 build it. Nothing is ever created in the root namespace. A missing feature of
-the kernel (a queueing discipline, a classifier) raises `ClusterError`.
+The network is built with commands of iproute2. The root namespace is not changed. If the kernel
+lacks a feature (a queueing discipline or a classifier), `ClusterError` is raised.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ PREFIX = "p2d"  # of every namespace: p2d-TAG-HOST
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _CUT, _LOSS = 1, 2  # priorities of the filters at a switch port
 
-# Classic BPF as `tc filter ... bpf bytecode` takes it. Direct action: 2 drops the packet, -1 hands it to the next filter.
+# Classic BPF in the format of `tc filter ... bpf bytecode`. The return value is the action: 2 drops
+# the packet, -1 passes it to the next filter.
 DROP_ALL = "1,6 0 0 2"
 _DROP_SOME = "4,32 0 0 4294963256,53 0 1 {keep_from},6 0 0 4294967295,6 0 0 2"  # ld rand; jge keep_from; ret -1; ret 2
 
@@ -31,11 +33,13 @@ Counters = dict[str, dict[str, dict[str, int]]]
 
 
 class ClusterError(Exception):
-    """An operation that this machine or this cluster does not support; the message is for a person."""
+    """The machine or the cluster does not support an operation. The message is shown to the
+    user."""
 
 
 def parse_rate(rate: str | int | None) -> int | None:
-    """Parse ``200mbit`` to 200000000 bits per second; return numbers unchanged. Raises `ClusterError`."""
+    """Convert a text such as ``200mbit`` to bits per second (200000000). Numbers and None are
+    returned unchanged. Raises `ClusterError` for other texts."""
     if rate is None or isinstance(rate, int):
         return rate
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", rate.strip().lower())
@@ -85,7 +89,8 @@ def free_subnet(candidates: Sequence[int], taken: Sequence[str]) -> ipaddress.IP
 
 @dataclass
 class Link:
-    """The cable between one host and its port at the switch, both directions alike."""
+    """The connection between a host and its port at the switch. The settings apply to both
+    directions."""
 
     host: str
     address: str
@@ -93,7 +98,7 @@ class Link:
     rate: int | None = None  # bits per second
     delay_ms: float = 0.0  # one way
     loss: float = 0.0  # share of packets
-    # counters of this host's earlier namespaces
+    # Counters from earlier namespaces of this host
     carried: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
@@ -117,7 +122,8 @@ class Network:
 
     def create(self) -> None:
         self._add_namespace(self._switch)
-        # A bridge that listens for multicast members also reports to all ports, which would be counted as traffic.
+        # Without multicast snooping: the bridge would send reports to all ports, which would be
+        # counted as traffic.
         command(f"ip -n {self._switch} link add br0 type bridge mcast_snooping 0")
         command(f"ip -n {self._switch} link set br0 up")
         for link in self.links.values():
@@ -134,7 +140,7 @@ class Network:
     def _connect(self, link: Link) -> None:
         inside = self.namespace(link.host)
         self._add_namespace(inside)
-        # A host that is restored keeps its hardware address.
+        # Derived from the IP address, so that a restored host has the same hardware address.
         mac = "02:50:" + ipaddress.IPv4Address(link.address).packed.hex(":")
         port, address = link.port, f"{link.address}/{self.subnet.prefixlen}"
         command(
@@ -148,7 +154,8 @@ class Network:
             f"ip -n {inside} -batch -",
             f"link set lo up\naddr add {address} dev eth0\nlink set eth0 up\n",
         )
-        command(f"tc -n {self._switch} qdisc add dev {port} clsact")  # holds the filters below
+        # the filters of cuts and losses are attached to this qdisc
+        command(f"tc -n {self._switch} qdisc add dev {port} clsact")
         self._apply_queues(link)
 
     def renew(self, host: str) -> None:

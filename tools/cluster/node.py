@@ -1,9 +1,10 @@
-"""One node, which behaves like a separate machine: a network namespace of the cluster with process,
-mount and host-name namespaces. Start at `Node`.
+"""A node that behaves like a separate machine. It has a network namespace of the cluster, and
+separate process, mount and host-name namespaces. Start at `Node`.
 
-A small init holds the namespaces of a node. Killing init kills all processes of the node at once.
-Init also ends when the tool that booted it ends for any reason. The file system is shared, as on a
-cluster; each node has a separate ``/dev/shm``, ``/etc/hosts``, host name and ``TMPDIR``.
+The first process of a node, *init*, keeps its namespaces alive. If init is killed, the kernel kills
+all processes of the node. Init also ends when the process that has started it ends for any reason.
+The file system is shared, as on a cluster; each node has a separate ``/dev/shm``, ``/etc/hosts``,
+host name and ``TMPDIR``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _OF_A_LAUNCHER = (
 
 
 def node_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without the variables of an outer launcher, plus ``extra``."""
+    """Return the environment of this process and ``extra``. The variables of a launcher that has
+    started this process are removed."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -54,7 +56,8 @@ def pid_namespace(pid: int) -> str | None:
 
 
 def _child(pid: int) -> int | None:
-    """Return the only child of ``nsenter`` or ``unshare``: the command."""
+    """Return the process id of the only child of process ``pid``, which is ``nsenter`` or
+    ``unshare``. The child is the command."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children():
             return process.pid
@@ -62,7 +65,8 @@ def _child(pid: int) -> int | None:
 
 
 class Process:
-    """A command on a node. ``sink`` receives its output line by line until the last writer closes it."""
+    """A command on a node. ``sink`` receives the output line by line, until all processes have
+    closed the stream."""
 
     def __init__(
         self,
@@ -99,13 +103,14 @@ class Process:
             raise ClusterError(
                 f"{self.node.name}: still running after {timeout:g} s: {' '.join(self.words)}"
             ) from None
-        self._reader.join(timeout=5)  # an orphan of the command may keep the stream open
+        # a child of the command may still run and keep the stream open
+        self._reader.join(timeout=5)
         return code
 
     @property
     def pid(self) -> int:
         """The command's process id outside of the node. Raises `ClusterError` after its end."""
-        while self.poll() is None:  # it may not have begun yet
+        while self.poll() is None:  # the command may not have started yet
             if (pid := _child(self._popen.pid)) is not None:
                 return pid
         raise ClusterError(
@@ -118,8 +123,8 @@ class Process:
             self.wake()
 
     def wake(self) -> None:
-        """Continue ``nsenter``, which stops together with its command and could then not notice the
-        command's end."""
+        """Continue ``nsenter``. It stops together with its command, and a stopped ``nsenter`` does
+        not notice the end of the command."""
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGCONT)
 
@@ -180,7 +185,7 @@ class Node:
         return self._holder is not None and self._holder.poll() is None
 
     def kill(self) -> None:
-        """Kill every process of the node at once; return when all have ended."""
+        """Kill all processes of the node, and wait until they have ended."""
         if self._holder is None:
             return
         if self.alive and self.init_pid:

@@ -1,8 +1,11 @@
-"""Compare the bytes that leave a node per step with the theory, by strategy: ``python -m tools.cluster.traffic --nodes 2 --nodes 4``.
+"""Compare the bytes that a node sends per step with the theory, for each strategy: ``python -m
+tools.cluster.traffic --nodes 2 --nodes 4``.
 
-Each layout trains twice on the same cluster, one step and several steps. The difference of the kernel's counters belongs to the
-additional steps, because the start-up cancels. Losses are compared with a run on one node. The output is a Markdown table. Seconds
-depend on the machine (all nodes share its cores), bytes do not.
+Each layout trains twice on the same cluster: one step, and several steps. The difference between
+the kernel's counters is the traffic of the additional steps, because both runs have the same
+traffic at the start. Losses are compared with a run on one node. The output is a Markdown table.
+The seconds depend on the machine, because all nodes share its cores; the bytes do not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from tools.cluster.leftovers import exit_on_signals
 from tools.cluster.network import ClusterError, difference
 
 STRATEGIES = ("hybrid", "hybrid_zero2", "ddp", "zero3")
-GLOBAL_BATCH = 8  # sequences; every layout takes them in one micro-batch, since flat sharding gathers and reduces in each
+# Sequences; all layouts use one micro-batch, because flat sharding has collectives in each
+# micro-batch
+GLOBAL_BATCH = 8
 WORDS = (
     "model.dim=256", "model.hidden_dim=704", "train.seq_len=16", f"train.global_batch_size={GLOBAL_BATCH}",
     "train.validate_every=0", "scheduler=constant", "checkpoint.enabled=false", "metrics.tensorboard=false", "metrics.console=silent",
@@ -32,9 +37,10 @@ FEW = 1  # steps of the run that is subtracted
 def theory(strategy: str, nodes: int, ranks: int) -> float:
     """Return the bytes that a node sends to others per step with gloo, in units of the gradient's bytes (4 x parameters in fp32).
 
-    A ring of n members moves (n-1)/n of the payload per member for an all-gather and twice as much for an all-reduce. gloo's
-    reduce-scatter costs an all-reduce. A ring over all ranks leaves each node on only one of its hops. The rings of the replicate axis
-    all leave it, each with 1/ranks of the payload.
+    A ring of n members moves (n-1)/n of the payload per member for an all-gather and twice as much
+    for an all-reduce. gloo's reduce-scatter costs an all-reduce. In a ring over all ranks, each
+    node sends to another node on only one hop. In the rings of the replicate axis, every hop goes
+    to another node, and each ring has 1/ranks of the payload.
     """
     world = nodes * ranks
     if strategy in ("hybrid", "hybrid_zero2"):

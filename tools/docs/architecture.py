@@ -27,7 +27,8 @@ def layers(page: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def draw(page: str) -> str:
-    """Return the picture: a band per layer, a box per module, in reading order."""
+    """Return the picture as SVG text. It has a band for each layer with a box for each module, in
+    the order of the page."""
     parts: list[str] = []
     top = 28
     for color, (layer, modules) in zip(COLORS, layers(page).items(), strict=True):

@@ -1,8 +1,8 @@
 """Sphinx directives that generate the reference pages: keys of the configuration, public names.
 
 ``{configuration-keys}`` lists every key from the dataclasses of ``parallel2d/base/config``.
-``{public-names}`` documents every name of ``import parallel2d``. The site's build writes both, so
-nothing generated is committed.
+``{public-names}`` documents every name of ``import parallel2d``. The build of the site generates
+both pages, so they are not committed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ConfigurationKeys(SphinxDirective):
 
 
 class PublicNames(SphinxDirective):
-    """Functions, then classes, then values, each by autodoc."""
+    """The public functions and classes, documented by autodoc."""
 
     def run(self) -> list[nodes.Node]:
         """Return the nodes of all names."""
         parts = ["## Functions", *_documented("autofunction", inspect.isfunction)]
-        # Members of Python's exceptions are left out.
+        # Without the members that exceptions inherit from Python.
         options = (":members:", ":inherited-members: ValueError, Exception, BaseException")
         parts += ["## Classes", *_documented("autoclass", inspect.isclass, *options)]
         return self.parse_text_to_nodes("\n\n".join(parts), allow_section_headings=True)
@@ -66,7 +66,8 @@ def _section(section: help_page.Documented) -> str:
 
 
 def _key(key: help_page.Documented) -> str:
-    """Return the key, then indented its allowed values, default and meaning."""
+    """Return the entry of a key: its name, then indented its allowed values, its default and its
+    description."""
     facts = [key.allowed]
     if key.choices:
         facts = [", ".join(f"`{choice}`" for choice in key.choices)]
@@ -83,7 +84,8 @@ def _default(value: Any) -> str:
 
 
 def _mark_plurals(*arguments: Any) -> None:
-    """Split `DTensor`s in docstrings into a code word and a letter."""
+    """Separate the plural s from a code word, as in `DTensor`s. Without this, reStructuredText does
+    not end the code word."""
     lines = arguments[-1]
     lines[:] = [_PLURAL.sub(r"\\ ", line) for line in lines]
 

@@ -30,7 +30,7 @@ LAYOUTS = {
         "strategy=hybrid mesh.replicate=1 mesh.shard=2 mesh.tensor=2"
     ),
 }
-# The lowest line is drawn widest, so that each stays visible below the next.
+# The line that is drawn first is the widest, so that each line stays visible below the next line.
 STYLES = (("#d9d2bf", 13), ("#8fb8de", 9.5), ("#e39b63", 6.5), ("#5b9a57", 3.8), ("#222222", 1.3))
 
 

@@ -4,8 +4,8 @@
     python -m tools.docs.prose PATH ...         # other files and folders, with the same limits
     python -m tools.docs.prose --list PATH ...  # print every match
 
-The limits of `RULES` are matches per 1,000 words of docstrings and comments. Pages may have twice as
-many. torch's `_fully_shard` and torchtitan have figures near zero for all rules.
+The limits in `RULES` are matches per 1,000 words of docstrings and comments. The limits for pages
+are twice as high. torch's `_fully_shard` and torchtitan have figures near zero for all rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Matches are counted over all roots together.
+# The limits apply to all these roots together.
 CHECKED = ("README.md", "CONTRIBUTING.md", "docs", "examples", "models", "parallel2d", "tools")
 
 RULES = {
@@ -63,7 +63,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Report:
-    """Counts and places of a group of files."""
+    """Number of words, and the number and places of matches, in a group of files."""
 
     words: int = 0
     docstrings: int = 0

@@ -2,7 +2,8 @@
 
     python -m tools.docs.size COMMIT [COMMIT ...]
 
-Statements and syntax nodes do not depend on how the code is formatted; lines do.
+The number of lines depends on the formatting of the code; the numbers of statements and syntax
+nodes do not.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tools.docs.sync_pictures
 
-docs/benchmarks/sync_rates.json holds the output of `tools/bench/sync.py --json` by Mbit/s. docs/benchmarks/sync_curves.json holds the
-output of `tools/bench/sync_curves.py --json`.
+docs/benchmarks/sync_rates.json maps Mbit/s to the output of `tools/bench/sync.py --json`.
+docs/benchmarks/sync_curves.json has the output of `tools/bench/sync_curves.py --json`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def draw_rates() -> None:
 
 
 def draw_curves() -> None:
-    """Draw the gap of the loss to synchronous training by bytes, over the seeds."""
+    """Draw the gap of each method's loss to synchronous training, as a function of the bytes
+    sent."""
     measured = json.loads(CURVES.read_text())
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2))
     for method, each in measured.items():
@@ -68,7 +69,7 @@ def draw_curves() -> None:
         middle = statistics.fmean(gaps)
         spread = [[middle - min(gaps)], [max(gaps) - middle]]
         axes.errorbar(each["saved"], middle, yerr=spread, marker="o", capsize=3)
-        # Points at the right edge have their label on the left.
+        # The labels of points near the right edge are to the left of the points.
         side = {"xytext": (-6, 5), "ha": "right"} if each["saved"] > 100 else {"xytext": (6, 5)}
         place = (each["saved"], middle)
         axes.annotate(NAMES[method], place, textcoords="offset points", fontsize=8, **side)

@@ -1,4 +1,4 @@
-"""Draw the terminal output of a real run: docs/images/terminal.svg.
+"""Run the train command and draw its terminal output: docs/images/terminal.svg.
 
 python -m tools.docs.terminal
 """
@@ -31,7 +31,7 @@ def capture() -> str:
 
 
 if __name__ == "__main__":
-    # A quiet console would record nothing.
+    # A console with quiet=True would record nothing, so the output goes to a buffer.
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     # The last lines repeat the command line and are long.
     console.print(Text.from_ansi(capture()), overflow="ellipsis", no_wrap=True)

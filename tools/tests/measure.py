@@ -16,7 +16,8 @@ RESULTS = "PARALLEL2D_TEST_TIMES"  # environment variable with the path of the f
 
 
 def cpu_seconds() -> float:
-    """Return the CPU-seconds of this process and of all its descendants, also of ended ones."""
+    """Return the CPU-seconds of this process and of all its descendants, including ended
+    processes."""
     this = psutil.Process()
     total = 0.0
     for process in [this, *this.children(recursive=True)]:

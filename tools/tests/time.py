@@ -1,4 +1,5 @@
-"""Print the time of the tests by file and kind, on the clock and on the CPU, and the behaviour that each file guards.
+"""Print the wall seconds and CPU-seconds of the tests by file and kind, and the behaviour that each
+file tests.
 
     python tools/tests/time.py                    # the tests that `python -m pytest` runs
     python tools/tests/time.py slow extras        # these kinds instead

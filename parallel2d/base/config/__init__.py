@@ -1,9 +1,9 @@
 """Typed configuration: every key, its default and its consequence.
 
 The dataclasses work without Hydra (``ParallelConfig("zero3")`` in a custom training loop) and are
-the schema of the command line. `parallel` holds the layout of a model over the ranks,
-`model_and_data` the model and the data set, `cluster` the machines, and `job` all other sections.
-`checks` finds contradictions between keys, `composition` calls Hydra.
+the schema of the command line. The module `parallel` has the layout of a model over the ranks,
+`model_and_data` the model and the data set, `cluster` the machines, `launch` the start of ranks,
+and `job` all other sections. `checks` finds contradictions between keys, `composition` calls Hydra.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from parallel2d.base.config.cluster import PeakConfig as PeakConfig
 from parallel2d.base.config.job import OPTIMIZERS as OPTIMIZERS
 from parallel2d.base.config.job import CheckpointConfig as CheckpointConfig
 from parallel2d.base.config.job import Job as Job
-from parallel2d.base.config.job import LaunchConfig as LaunchConfig
 from parallel2d.base.config.job import OptimizerConfig as OptimizerConfig
 from parallel2d.base.config.job import SchedulerConfig as SchedulerConfig
 from parallel2d.base.config.job import TrainConfig as TrainConfig
+from parallel2d.base.config.launch import LaunchConfig as LaunchConfig
 from parallel2d.base.config.model_and_data import CustomModel as CustomModel
 from parallel2d.base.config.model_and_data import DataConfig as DataConfig
 from parallel2d.base.config.model_and_data import HuggingFaceModel as HuggingFaceModel

@@ -1,8 +1,9 @@
-"""Cross-field checks of a configuration. Start at `validated`.
+"""Checks that compare several keys of a configuration. Start at `validated`.
 
-All problems of a configuration are reported at once, one line each, with the key, the value and the
-constraint. `config.options` checks each field separately, and refuses a field that no other setting
-reads. Incompatible pairs of settings are tables in this module; all other checks are functions.
+One error reports all problems of a configuration, one line each, with the key, the value and the
+constraint. `config.options` checks each field separately, and refuses a field that has no effect
+with the other settings. In this module, pairs of incompatible settings are rows of tables; all
+other checks are functions.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from parallel2d.base.config.parallel import TENSOR_WORDS, ParallelConfig
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 _Config = TypeVar("_Config", bound=TrainConfig | ParallelConfig)
-# Two incompatible settings and the reason. A key without a value: every value but its default.
+# Two incompatible settings and the reason. A key without a value stands for every value except the
+# default.
 _Conflicts = tuple[tuple[str, str, str], ...]
-# (True for a problem, its message)
+# (true value if the problem exists, its message)
 _Problems = Iterator[tuple[object, str]]
 
 _FP8_INPUTS = "products take precision.param=bf16 (or fp32)"
@@ -75,8 +77,8 @@ def validated(config: _Config) -> _Config:
     """Return ``config`` if it has no problem.
 
     Raises:
-        ConfigError: with one line per problem, first of single fields, then contradictions between
-            fields.
+        ConfigError: with one line per problem. Problems of single fields come first, then
+            contradictions between fields.
     """
     read: Any = config
     checks = [*_PARALLEL_CHECKS]
@@ -142,7 +144,7 @@ def _setting_text(config: Any, setting: str) -> str | None:
 
 def _llama(config: TrainConfig) -> _Problems:
     model = config.model
-    # Zero heads are reported by the check of the field.
+    # The check of the single field reports a number below 1.
     if not isinstance(model, LlamaModel) or min(model.n_heads, model.n_kv_heads) < 1:
         return
     heads = f"model.n_heads={model.n_heads}"
@@ -174,7 +176,7 @@ def _library_model(config: TrainConfig) -> _Problems:
         not isinstance(adapter, Mapping),
         f"model.adapter={adapter} must be arguments of peft.LoraConfig: {{r: 8, ...}}",
     )
-    # Only the adapter is saved: it is useless without the saved weights of its base.
+    # A checkpoint has only the adapter, which is useless without the weights of its base model.
     yield (
         model.path is None or not model.load_weights,
         "model.adapter needs model.path and model.load_weights=true: only the adapter is saved",
@@ -401,7 +403,8 @@ def _best(config: TrainConfig) -> _Problems:
         "checkpoint.keep_best": config.checkpoint.keep_best,
     }
     for key, metric in asked.items():
-        # A hook may measure anything but the loss of an unknown validation set.
+        # A hook may measure any other metric, but not the loss of a validation set that does not
+        # exist.
         is_from_hook = train.hooks and not re.fullmatch("validation/(.*/)?loss", str(metric))
         yield (
             metric is not None and metric not in measured and not is_from_hook,

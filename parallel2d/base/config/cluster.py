@@ -21,7 +21,7 @@ class PeakConfig:
 
 @dataclass
 class DeviceConfig:
-    """One device. ``null``: not known; figures that depend on the value are not computed."""
+    """One device. ``null`` means not known; figures that need the value are not computed."""
 
     name: str = option("unknown", "Its name; that of a GPU chooses the efficiency of compute")
     type: str = option("auto", "Decides which collectives it has", choices=("auto", "cuda", "cpu"))
@@ -50,8 +50,8 @@ class LinkConfig:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bandwidth of a collective, or None if it is not known. The ranks of a collective send as
-        much as they receive, so the slower direction decides."""
+        """Bandwidth of a collective, or None if it is not known. In a collective, a rank sends as
+        much as it receives, so the bandwidth is that of the slower direction."""
         if self.up_gbit is None or self.down_gbit is None:
             return None
         return min(self.up_gbit, self.down_gbit) * 1e9 / 8

@@ -1,8 +1,8 @@
-"""Compose a checked `TrainConfig` and a run directory from command-line arguments, by Hydra.
+"""Composes a checked `TrainConfig` and a run directory from command-line arguments, with Hydra.
 
 `compose` composes one job. `survey` lists the chosen values and the choices of each group.
-`config.sweep` passes several jobs, or ``--cfg``, to Hydra. `config.overrides` parses the arguments
-first.
+`config.overrides` parses the arguments first. `config.sweep` handles several jobs, and options such
+as ``--cfg``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Composition:
     config: TrainConfig
     words: tuple[str, ...]
     _composed: DictConfig  # including Hydra's section
-    _options: tuple[str, ...]  # that are needed to compose the same job again
+    _options: tuple[str, ...]  # options that are needed to compose the same job again
 
     def start(self, task: Task) -> None:
         """Create the run directory and call ``task``.
@@ -87,7 +87,7 @@ def compose(arguments: Sequence[str]) -> Composition | None:
     name, words = parsed.config_name, parsed.overrides
     with explain_override_errors(parsed):
         with initialized(parsed.config_dir) as hydra_instance:
-            # A configuration file may make several values a sweep.
+            # Hydra decides, because a configuration file can also select a sweep.
             if may_sweep(words) and hydra_instance.get_mode(name, words) == RunMode.MULTIRUN:
                 return None
             composed = hydra_instance.compose_config(name, words, run_mode=RunMode.RUN)
@@ -142,7 +142,7 @@ def from_yaml(text: str) -> TrainConfig:
 
 def _to_dataclasses(composed: DictConfig) -> TrainConfig:
     missing = sorted(OmegaConf.missing_keys(composed))
-    # OmegaConf would stop at the first problem.
+    # All missing keys are reported, because OmegaConf would report only the first.
     if missing:
         raise ConfigError("\n".join(map("{} is required and was not given".format, missing)))
     try:
@@ -162,8 +162,9 @@ def _to_dataclasses(composed: DictConfig) -> TrainConfig:
 
 
 def survey(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return the chosen values as plain data, with ``???`` for required values, and the choices of
-    each group. Values are not checked, and overrides with several values for a sweep are omitted.
+    """Return the composed values as dicts and lists, with ``???`` for required values, and the
+    choices of each group. Values are not checked. Overrides with several values for a sweep are
+    omitted.
 
     Raises:
         ConfigError: for overrides that do not compose.
@@ -205,7 +206,8 @@ def folder_errors_explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, HydraException):  # a config that does not exist is both
+        # Hydra's error for a missing config is also an OSError
+        if isinstance(error, HydraException):
             raise
         raise ConfigError(f"hydra.run.dir: the run directory cannot be made: {error}") from None
 

@@ -1,8 +1,8 @@
 """Error messages for wrong overrides on the command line: `explain`.
 
 Hydra stops at the first wrong override, with a message about its internals. This module tries each
-override separately, and reports each wrong one in a line with the key, the value, the constraint
-and the nearest valid choice.
+override separately. It reports each wrong override in one line, with the key, the value, the
+constraint and the nearest valid choice.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PLUGIN = re.compile(r"Could not find 'hydra/(sweeper|launcher)/([a-z]+)(_[a-z]+
 
 
 def explain(parsed: argparse.Namespace, error: Exception) -> str:
-    """Return one line per wrong override, or per wrong line of custom files; the first lines of
-    ``error`` if none is found."""
+    """Return one line per wrong override. If all overrides are right, return one line per wrong
+    setting in custom files; if these are right too, the first lines of ``error``."""
     with initialized(parsed.config_dir) as hydra_instance:
         loader = hydra_instance.config_loader
         groups = choices_by_group(loader)
@@ -53,8 +53,8 @@ def explain(parsed: argparse.Namespace, error: Exception) -> str:
 def _wrong_in_files(
     parsed: argparse.Namespace, chosen: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """Return lines about the chosen files of ``--config-dir``: an experiment, and the main file
-    that replaces the package's."""
+    """Yield lines about two files of ``--config-dir``, if they are chosen: the experiment, and the
+    main file that replaces the main file of the package."""
     names = [parsed.config_name] if parsed.config_name != "train" else []
     others = []
     for word in chosen:
@@ -119,8 +119,8 @@ def _settings(content: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]
 def _read(
     words: Sequence[str], loader: Any, groups: Mapping[str, Sequence[str]]
 ) -> tuple[list[str], list[str], list[Override]]:
-    """Return lines for wrong overrides, the choices of groups (their keys are needed to try
-    values), and the values."""
+    """Return three lists: lines for wrong overrides, the overrides that choose from a group, and
+    the overrides that set a value. Values can be tried only with the keys of the chosen groups."""
     wrong: list[str] = []
     chosen: list[str] = []
     values: list[Override] = []
@@ -129,7 +129,7 @@ def _read(
         try:
             override = OverridesParser.create(loader).parse_override(word)
         except HydraException as unreadable:
-            # The first line names the character; the other lines point at it.
+            # The first line names the wrong character. The other lines only point at its position.
             reason = str(unreadable).splitlines()[0]
             advice = "write key=value, and quote special characters"
             wrong.append(f"{word} cannot be read ({reason}); {advice}")
@@ -148,7 +148,7 @@ def _read(
             # Every choice of a sweep has the same keys.
             if not unknown and not is_sweep:
                 chosen.append(f"{key}={text}")
-        # Hydra checks its section itself.
+        # Hydra checks the keys of the section hydra.
         elif not key.startswith("hydra"):
             values.append(override)
     return wrong, chosen, values
@@ -190,7 +190,8 @@ def _value_problem(
     """Return the message for a wrong ``value`` of ``key``, given as ``word``, or None."""
     if key not in keys:
         return None if _may_hold_anything(base, key) else unknown_key(key, word, keys, groups)
-    # model=llama sets a group, optimizer=3 would replace all keys below it.
+    # A group is set by a choice, as in model=llama. A value, as in optimizer=3, would replace all
+    # its keys.
     node = OmegaConf.select(base, key, throw_on_missing=False)
     if OmegaConf.is_dict(node) and not isinstance(value, dict):
         inside = ", ".join(k for k in keys if k.startswith(key + "."))
@@ -202,7 +203,7 @@ def _value_problem(
     except OmegaConfBaseException:
         parent, _, last = key.rpartition(".")
         container = OmegaConf.select(base, parent) if parent else base
-        # A mapping that may hold anything has no fields.
+        # A mapping without a schema has no fields.
         fields = getattr(OmegaConf.get_type(container), "__dataclass_fields__", {})
         expected = allowed(fields[last]) if last in fields else "of another type"
         return f"{key}={value} must be {expected}"
@@ -235,7 +236,7 @@ def unknown_key(
                 owners.append(family)
         if owners:
             return f"{line}: models of family {' or '.join(owners)} have it"
-    # A key with a similar full name is a better guess than a key with a similar last part.
+    # Prefer a key with a similar full name to a key with a similar last part.
     near = did_you_mean(key, [*keys, *groups], 0.8) or near_last_part(key, keys)
     if near:
         return line + near
@@ -280,7 +281,7 @@ def first_line(error: BaseException) -> str:
     have advice in further lines."""
     text = str(error).partition("Config search path")[0].replace("\\'", "'")
     shown = list(filter(None, map(str.strip, text.splitlines())))[:_LINES]
-    # Hydra often wraps OmegaConf's error in one line that does not name the reason.
+    # Hydra often wraps OmegaConf's error in an error of one line, which does not name the reason.
     if len(shown) < 2 and error.__cause__ is not None:
         shown += str(error.__cause__).strip().splitlines()[:1]
     missing = _PLUGIN.search(str(error))

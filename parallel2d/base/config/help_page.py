@@ -1,5 +1,5 @@
-"""Output of ``--help`` and ``--version``: `information`. `sections` has the meaning of every key,
-also for the documentation."""
+"""Creates the text of ``--help`` and ``--version``: `information`. `sections` yields the
+description of every key; the documentation uses it too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel2d.base.config.overrides import parse_arguments
 from parallel2d.base.errors import ConfigError, did_you_mean
 
 WIDTH = 100
-_COLUMN = 34  # of the descriptions
+_COLUMN = 34  # position of the descriptions in a line
 _OPTIONS = {
     "--help all": "every key with its value and meaning",
     "--help KEY or GROUP": "meaning of a key, or all keys of a group: --help optimizer",
@@ -71,11 +71,11 @@ class Documented:
 
 
 def show(text: str) -> None:
-    """Print ``text``. A reader that closes the pipe early, such as ``| head``, is not an error."""
+    """Print ``text``. If the reader closes the pipe early, as in ``| head``, no error is raised."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # Python would write the remaining text at exit.
+        # Redirected, because Python writes the remaining text when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -92,8 +92,8 @@ def version() -> str:
 def information(words: Sequence[str], program: str, purpose: str) -> str | None:
     """Return the text for ``--help`` or ``--version``, or None if neither is among ``words``.
 
-    Help is at most `WIDTH` columns wide and shows the values that the overrides compose to. Without
-    a topic it is one screen.
+    The help text is at most `WIDTH` columns wide, and shows the values of the composed
+    configuration. Without a topic it fits on one screen.
 
     Args:
         words: arguments of the command: overrides, and topics for ``--help``, which are keys,
@@ -227,7 +227,7 @@ def _table(rows: Mapping[str, str]) -> Iterator[str]:
             yield first.ljust(_COLUMN) + texts[0].lstrip()
             yield from texts[1:]
             continue
-        # A list has no spaces for line breaks.
+        # Add spaces to a long list, so that it can be wrapped.
         spaced = left.replace(",", ", ") if len(first) > WIDTH else left
         yield from _wrap(spaced, initial_indent="  ", subsequent_indent="    ")
         yield from texts

@@ -1,5 +1,6 @@
-"""The sections of a job (optimizer, loop, metrics, checkpoints, launch), and `TrainConfig`, which
-holds all sections."""
+"""The sections ``optimizer``, ``scheduler``, ``train``, ``metrics``, ``profile`` and
+``checkpoint`` of a job, and `TrainConfig`, which contains all sections. `launch` has the section
+``launch``."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from parallel2d.base.config.cluster import ClusterConfig, PlanConfig
+from parallel2d.base.config.launch import LaunchConfig
 from parallel2d.base.config.model_and_data import DataConfig
 from parallel2d.base.config.options import option
 from parallel2d.base.config.parallel import (
@@ -111,8 +113,8 @@ OPTIMIZERS = {
 
 @dataclass
 class SchedulerConfig:
-    """The learning rate as a function of the step: linear warm-up, then the named shape down to
-    ``floor`` · lr."""
+    """The learning rate as a function of the step: linear warm-up, then the named schedule, which
+    ends at ``floor`` · lr."""
 
     name: str = option("cosine", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int = option(0, "Steps in which the learning rate rises to optimizer.lr", min=0)
@@ -126,7 +128,7 @@ class SchedulerConfig:
 
 @dataclass
 class StopConfig:
-    """End the run, saved and with exit code 0, when a metric has stopped improving."""
+    """Stop when a metric no longer improves: the run saves and ends with exit code 0."""
 
     metric: str | None = option(None, "Metric that must improve, also of a hook; null: never stop")
     patience: int = option(5, "Measurements in a row that may be no better", min=1, needs="metric")
@@ -217,8 +219,8 @@ class ProfileConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints: interval, retention, and the checkpoint to resume from. Once per save the loop
-    waits for a copy to CPU memory, and not for the write."""
+    """Checkpoints: interval, retention, and the checkpoint to resume from. For each save, the loop
+    waits for a copy to CPU memory. It does not wait for the write."""
 
     enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
     every: int = option(100, "Steps between saves, most that a crash loses; 0: not by steps", min=0)
@@ -248,88 +250,6 @@ class CheckpointConfig:
         "all", "State that is resumed; model_only: no optimizer", choices=("all", "model_only")
     )
     strict: bool = option(True, "Refuse names and shapes that differ; false: skip and list them")
-
-
-@dataclass
-class LaunchConfig:
-    """Start of workers without torchrun or srun, on this machine or on every node that runs the
-    same command."""
-
-    nproc_per_node: int | str = option("auto", "Ranks of a node; auto: one per GPU, else 4", min=1)
-    nnodes: int | str = option(
-        1, "Nodes; 2:4: continue with fewer, grow again, with one loss curve"
-    )
-    rdzv_endpoint: str | None = option(
-        None, "HOST:PORT where nodes meet: an address of one of them, or of a store outside of them"
-    )
-    job_id: str | None = option(
-        None, "Tells jobs that share an endpoint apart, for a store outside"
-    )
-    secret_file: str | None = option(
-        None,
-        "File with the secret of the job's nodes; null: it is in PARALLEL2D_SECRET. `python -m "
-        "parallel2d.launch secret` makes one",
-    )
-    insecure: bool = option(False, "No secret: any process that reaches the endpoint can run code")
-    rendezvous_timeout: float = option(600.0, "Seconds to wait for a store and enough nodes", min=1)
-    max_restarts: int | str = option(
-        "auto", "Failures without a step in between. auto: 0 on one node, 5 on several", min=0
-    )
-    min_replicas: int = option(
-        1, "Live replicas with which training continues after a failure; fewer wait", min=1
-    )
-    on_replica_loss: str = option(
-        "auto",
-        "auto: the others train on, on GPUs only where preflight has passed; docs/failures.md",
-        choices=("auto", "continue", "restart"),
-    )
-    replica_backend: str = option(
-        "auto",
-        "Of collectives over replicas that may be lost; auto: as preflight has passed, else gloo",
-        choices=("auto", "gloo", "nccl2"),
-    )
-    heartbeat_interval_s: float = option(
-        0.5, "Seconds between heartbeats of a launcher; equal on all nodes", min=0.01
-    )
-    heartbeat_timeout_s: float = option(
-        3.0, "Seconds without a heartbeat, or of a stopped rank (SIGSTOP), until others continue"
-    )
-    timeout: float = option(600.0, "Seconds that a collective may wait for a late rank", above=0)
-    first_step_timeout: float | None = option(
-        None, "Seconds of the same in the first step; null: 1800, or `timeout` if larger"
-    )
-    grace_s: int = option(60, "Seconds that workers have to save after SIGTERM or SIGUSR1", min=1)
-    requeue_exit_code: int = option(
-        75, "Exit code of a run that saved after such a signal (EX_TEMPFAIL)", between=(1, 255)
-    )
-    host_id: str | None = option(None, "Host identity; null: host name and network namespace")
-
-    @property
-    def longest_wait(self) -> float:
-        """Seconds that ranks may wait for each other until the first step is done."""
-        if self.first_step_timeout is not None:
-            return self.first_step_timeout
-        return max(1800.0, self.timeout)
-
-    @property
-    def node_range(self) -> tuple[int, int]:
-        """``nnodes`` as (smallest, largest): ``4`` is (4, 4), ``2:4`` is (2, 4). Raises
-        `ConfigError` for other values."""
-        low, colon, high = str(self.nnodes).partition(":")
-        if not colon:
-            high = low
-        if low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high):
-            return int(low), int(high)
-        raise ConfigError(
-            f"launch.nnodes={self.nnodes} must be a number of nodes, at least 1, or a range such "
-            "as 2:4"
-        )
-
-    @property
-    def elastic(self) -> bool:
-        """True if the number of nodes may change while the job runs."""
-        smallest, largest = self.node_range
-        return smallest != largest
 
 
 @dataclass
@@ -374,9 +294,9 @@ class TrainConfig:
 
     @property
     def replicas_survive(self) -> bool:
-        """True if training may continue without a failed replica. Each replica has the full state,
-        except for its error feedback. If replicas split updates, the survivors wait for the failed
-        replica."""
+        """True if a failed replica does not force all ranks to restart. The other replicas continue
+        without it, because each replica has the full state except for error feedback. If replicas
+        split updates, the others wait for the failed replica."""
         certifies = self.train.certify or self.train.certify_only
         return self.strategy.placement.replicates and not certifies
 
@@ -429,16 +349,16 @@ def with_tokens_per_batch(config: TrainConfig) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One composed job: its checked configuration, its run directory, and the command-line
-    overrides that it was started with."""
+    """A composed job: its checked configuration, its run directory, and the overrides of its
+    command line."""
 
     config: TrainConfig  # checked
     run_dir: str
     overrides: tuple[str, ...]  # of the command line
-    restarted: bool = False  # these workers replace others of the same job
+    restarted: bool = False  # these workers replace ended workers of the same job
     label: str = ""  # distinguishes jobs that print to one terminal
     records: str = ""  # folder of the run directory for Hydra's records of a pending start
     certified: bool = False
     is_judged: bool = False  # a sweeper chooses the next job by the objective of this job
-    # Sizes of the mesh axes over all nodes; replicas of missing nodes count as failed
+    # Sizes of the mesh axes over all nodes, if the job may train with missing nodes; otherwise None
     sizes: Mapping[str, int] | None = None

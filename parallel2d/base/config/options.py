@@ -1,5 +1,5 @@
-"""Fields of a configuration with help text and constraint: `option`. `field_problems` checks every
-field of a tree of dataclasses against its constraint."""
+"""Dataclass fields with a help text and a constraint: `option`. `field_problems` checks every field
+of nested dataclasses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 def option(default: Any, text: str = "", **constraint: Any) -> Any:
     """Return a dataclass field with help text and constraint. The annotation of the field decides
-    if it may be ``None`` or the word ``auto``.
+    whether ``None`` or a word such as ``auto`` is valid.
 
     Args:
         default: value of the field if it is not set.
@@ -47,7 +47,7 @@ def option(default: Any, text: str = "", **constraint: Any) -> Any:
         min, above, max, between: bounds of a number; ``between`` is (min, max).
         infinite: True if infinity is valid.
         reference: True if the value is a callable or ``package.module:name``.
-        read_by: values of the section's ``name`` that give the field an effect.
+        read_by: values of the section's ``name`` with which the field has an effect.
         of: the field that ``read_by`` refers to instead of ``name``.
         words: valid words in place of a number; default ``auto``.
         required_by: values of ``name`` that require the field.
@@ -151,7 +151,7 @@ def allowed(item: Field[Any]) -> str:
         kinds.remove("str")
         for word in _words(item):
             parts.append(f"or {word}")
-    # The text "a number" includes integers.
+    # "a whole number" is omitted, because "a number" includes it.
     if "float" in kinds and "int" in kinds:
         kinds.remove("int")
     names = {}
@@ -189,15 +189,15 @@ def _unread_problems(config: Any, item: Field[Any], prefix: str) -> Iterator[str
 def _chosen(config: Any, field_name: str, prefix: str) -> str:
     """Return the override that sets the field: ``sync=diloco`` or ``sync.wire=int4``."""
     key = f"{prefix}{field_name}"
-    # A top-level section is chosen by its own name.
+    # The ``name`` of a top-level section is set by the name of the section, as in sync=diloco.
     if field_name == "name" and prefix.count(".") == 1:
         key = prefix.rstrip(".")
     return f"{key}={getattr(config, field_name)}"
 
 
 def is_read(config: Any, item: Field[Any]) -> bool:
-    """True if the field has an effect with the other fields of ``config``. Also True if they hold
-    an unknown word, which is reported separately."""
+    """True if the field has an effect with the other fields of ``config``. Also True if the
+    deciding field has an unknown value, because another check reports this value."""
     if "read_by" not in item.metadata:
         return True
     of = item.metadata.get("of", "name")
@@ -266,8 +266,8 @@ def load_reference(key: str, reference: str) -> Any:
 
 
 def call_reference(key: str, reference: str, *given: Any, **arguments: Any) -> Any:
-    """Call the function ``reference``. Raises `ConfigError` as `load_reference`, and if the
-    function raises."""
+    """Import and call the function ``reference``. Raises `ConfigError` if it cannot be imported or
+    raises an exception."""
     function = load_reference(key, reference)
     try:
         return function(*given, **arguments)

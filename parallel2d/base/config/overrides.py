@@ -30,8 +30,8 @@ _EXPERIMENT = re.compile(r"^\+{1,2}(?=experiment=)")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line; their attribute ``overrides`` has all other arguments,
-    which may stand between the options.
+    """Return the parsed options of a command line. The attribute ``overrides`` has all other
+    arguments, which may be given before, between or after the options.
 
     Some overrides are rewritten for Hydra:
 
@@ -74,7 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             # Hydra reads 1e3 as a float, which is refused for an integer.
             word = f"{key}={float(path):.0f}"
         words.append(f"++{word}" if word.startswith(_OPEN) else word)
-    # Other overrides of the cluster remain, and take precedence over the file.
+    # The overrides of the command line come last, so they take precedence over the file.
     parsed.overrides = [*from_files, *words]
     return parsed
 
@@ -104,7 +104,8 @@ def quoted(value: object) -> str:
 
 
 class _WithoutAliases(yaml.SafeLoader):
-    """A loader without aliases, which can expand a small file to a value of any size."""
+    """YAML loader that refuses aliases. With aliases, a small file can expand to a value of any
+    size."""
 
     def compose_node(self, parent: Any, index: int) -> Any:
         if self.check_event(yaml.AliasEvent):

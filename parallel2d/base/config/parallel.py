@@ -56,8 +56,8 @@ PLACEMENTS = {
     "hybrid_full": Placement(True, True, True, True),
 }
 STRATEGY_NAMES = tuple(PLACEMENTS)
-# strategy=auto: chosen by the planner before ranks build anything. precision=auto and compile=auto:
-# chosen by the train command for the device.
+# For strategy=auto, the planner chooses the layout before the ranks build the model. For
+# precision=auto and compile=auto, the train command chooses the value for the device.
 AUTOMATIC = "auto"
 
 
@@ -65,12 +65,12 @@ AUTOMATIC = "auto"
 class StrategyConfig:
     """Sharding of parameters, gradients and optimizer state over the mesh axes.
 
-    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks and reshards them
-    after the forward of each module; ``zero2`` keeps them unsharded until backward is done. The
-    hybrid strategies do the same inside the shard axis and all-reduce the sharded gradient over the
-    replicate axis. ``hybrid_full`` also splits gradients and optimizer state over the replicas, for
-    the same bytes. ``auto`` is the strategy, with its mesh, that the planner finds; `parallelize`
-    refuses it.
+    ``ddp`` keeps a full copy per rank. ``zero3`` shards parameters over all ranks, and reshards
+    them after the forward of each module. ``zero2`` keeps parameters unsharded until backward is
+    done. The hybrid strategies do the same inside the shard axis, and all-reduce the sharded
+    gradient over the replicate axis. ``hybrid_full`` also splits gradients and optimizer state over
+    the replicas, and sends the same number of bytes. With ``auto`` the planner chooses the strategy
+    and the mesh; `parallelize` refuses ``auto``.
     """
 
     name: str = option("hybrid", choices=(*STRATEGY_NAMES, AUTOMATIC))
@@ -88,12 +88,12 @@ class StrategyConfig:
 
 @dataclass
 class BucketingConfig:
-    """Groups of parameters that share one collective.
+    """Groups of parameters; the parameters of a group share one collective.
 
     With ``layer`` each module that owns parameters is a group (most calls, least memory). With
     ``block`` each repeated block is a group, and the root group holds all other parameters.
-    ``size`` groups consecutive modules up to ``size_mib``. ``none`` is the finest grouping of the
-    engine, which is ``layer``; the log states it.
+    ``size`` groups consecutive modules up to ``size_mib``. ``none`` asks for no grouping. The
+    finest grouping of the engine is ``layer``, so ``none`` uses ``layer``; the log says this.
     """
 
     name: str = option("block", choices=("none", "layer", "block", "size"))
@@ -115,8 +115,8 @@ class PrefetchConfig:
     """Prefetch of parameters: the number of groups that are all-gathered ahead of the running
     group, in execution order.
 
-    Each group ahead keeps one more set of unsharded parameters in memory. A number above the number
-    of groups means all groups.
+    For each group ahead, one more set of unsharded parameters is in memory. A value above the
+    number of groups means all groups.
     """
 
     forward: int = option(0, "Groups gathered ahead in forward; 0: each when it is reached", min=0)
@@ -129,9 +129,10 @@ class FSDPConfig:
     in fp32.
 
     The methods of ``FSDPModule`` are ``set_reduce_scatter_max_input_buffers``,
-    ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``. With one of the last two,
-    ranks of a shard group that run different modules are not named. With symmetric memory a
-    reduction in 16 bits rounds each partial sum.
+    ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``. With one of the last two
+    options, ranks do not compare the order of their collectives. If ranks of a shard group run
+    different modules, no error names them. With symmetric memory, a reduction in 16 bits rounds
+    each partial sum.
     """
 
     reduce_scatter_buffers: int = option(
@@ -282,7 +283,7 @@ class SyncConfig:
         "auto",
         "Communication format between replicas, independent of the shard axis. auto = "
         "precision.reduce with every_step, fp32 with diloco; bf16 = half the bytes of fp32; int8 = "
-        "a quarter, rounded at random in blocks of 256; int4 = an eighth, with error feedback",
+        "a quarter, rounded at random, one scale per block; int4 = an eighth, with error feedback",
         choices=("auto", "fp32", "bf16", "int8", "int4"),
     )
     warmup: float | int = option(
@@ -323,7 +324,8 @@ class SyncConfig:
         """Return a copy without ``bucket_mib=auto``."""
         if self.bucket_mib != AUTOMATIC:
             return self
-        # Between GPUs on the network, small messages take as long as larger messages.
+        # Buckets are larger for GPUs: over the network, small messages take as long as larger
+        # messages.
         on_device = device_type not in ("", "cpu")
         return dataclasses.replace(self, bucket_mib=25.0 if on_device else 4.0)
 

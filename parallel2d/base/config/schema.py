@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 
-from parallel2d.base.config import cluster, job, parallel
+from parallel2d.base.config import cluster, job, launch, parallel
 from parallel2d.base.config.model_and_data import FAMILIES
 from parallel2d.base.config.parallel import presets
 from parallel2d.base.errors import ConfigError
@@ -36,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "checkpoint": {"default": job.CheckpointConfig()},
     "metrics": {"default": job.MetricsConfig()},
     "profile": {"default": job.ProfileConfig()},
-    "launch": {"local": job.LaunchConfig()},
+    "launch": {"local": launch.LaunchConfig()},
 }
 # The base of the files in conf/, in a separate group that offers no choices to users
 _SCHEMA_GROUP = "schema"
@@ -54,8 +54,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def initialized(config_dir: str | None = None) -> Iterator[Any]:
-    """Initialize Hydra with the package's configuration on its search path, followed by
-    ``config_dir``, as on Hydra's command line. Raises `ConfigError` unless ``config_dir`` is a
+    """Context in which Hydra is initialized. Its search path has the configuration of the package
+    and ``config_dir``, as on Hydra's command line. Raises `ConfigError` if ``config_dir`` is not a
     folder."""
     register()
     search_path = create_config_search_path("pkg://parallel2d.conf")

@@ -1,5 +1,5 @@
-"""Commands that Hydra runs itself: sweeps of several jobs, which end with a table of results, and
-options that print an answer, such as ``--cfg``. Start at `run_sweep`."""
+"""Commands that Hydra runs: sweeps of several jobs, and options that print an answer, such as
+``--cfg``. A sweep ends with a table of results. Start at `run_sweep`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_sweep(arguments: Sequence[str], task: Task) -> None:
             returned = hydra_instance.multirun(parsed.config_name, call, parsed.overrides)
         except _SweepEnded as ended:
             raise ended.cause from None
-    # A sweeper of a plugin returns nothing, and reports its result itself.
+    # A sweeper from a plugin returns nothing, and prints its result.
     _conclude(list(itertools.chain(*(returned or []))))
 
 
@@ -111,14 +111,15 @@ def _run_job(
     """Run one job of a sweep, in the process that Hydra's launcher chose. ``numbers``: run
     directory -> number of its job, for the jobs of this process."""
     settings = HydraConfig.get()
-    # A launcher of a plugin may run several jobs at once.
+    # A launcher from a plugin may run several jobs at the same time, so a label distinguishes their
+    # output.
     label = "" if _is_own(settings.launcher) else f"[#{settings.job.num}]"
     is_judged = not _is_own(settings.sweeper)
     try:
         job = job_here(to_config(composed), options)
         first = numbers.setdefault(job.run_dir, settings.job.num)
         if first != settings.job.num:
-            # This job would resume the other job, which has finished all steps.
+            # This job would resume the run of the other job, which has finished all steps.
             raise ConfigError(
                 f"jobs {first} and {settings.job.num} of the sweep have the same run directory "
                 f"{job.run_dir}: give each its own, as hydra.sweep.subdir='${{hydra.job.num}}'"
@@ -129,7 +130,8 @@ def _run_job(
             raise _SweepEnded(error) from None
         if is_judged:
             raise
-        # Returned, because Hydra's sweeper starts no other jobs after an exception.
+        # Returned and not raised, because Hydra's sweeper starts no further jobs after an
+        # exception.
         return error
 
 
@@ -143,7 +145,7 @@ class _SweepEnded(BaseException):
 
 
 def _is_own(part: DictConfig) -> bool:
-    """True if ``part`` configures a launcher or sweeper of Hydra itself, not of a plugin."""
+    """True if ``part`` configures one of Hydra's default launchers or sweepers, not a plugin."""
     return str(part.get("_target_", "")).endswith(_IN_TURN)
 
 

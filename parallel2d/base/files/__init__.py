@@ -1,5 +1,5 @@
-"""Reading and writing of files in folders that other users may write to: links are not followed,
-and sizes and contents are checked before use. Start at `read_json` and `replace`."""
+"""Reads and writes files in folders that other users may write to. Links are not followed, and
+sizes and contents are checked before use. Start at `read_json` and `replace`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Container, Iterator
 from typing import Any, BinaryIO, TypeGuard
 
-MAX_COUNT = 2**63 - 1  # of a size or an offset
-MAX_DEPTH = 32  # of lists and dicts in a JSON value
-MAX_FOLDERS = 100  # nesting of folders
+MAX_COUNT = 2**63 - 1  # largest size or offset
+MAX_DEPTH = 32  # deepest nesting of lists and dicts in a JSON value
+MAX_FOLDERS = 100  # deepest nesting of folders
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -39,13 +39,13 @@ def regular(path: str, flags: int) -> int:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError as `regular`."""
+    """Open a regular file for reading. Raises OSError as `regular` does."""
     return open(path, "rb", opener=regular)
 
 
 def inside(folder: str, path: str) -> str:
-    """Return the real path of a file in a folder of any origin. Raises OSError for a link that
-    leads out of the folder, and for a path that is not a regular file.
+    """Return the path of a file in an untrusted folder, with all links resolved. Raises OSError for
+    a link that leads out of the folder, and for a path that is not a regular file.
 
     In the cache of the Hugging Face Hub the files of a folder ``snapshots/REVISION`` are links
     into the folder ``blobs``, which belongs to the same model or data set.
@@ -61,8 +61,8 @@ def inside(folder: str, path: str) -> str:
 
 
 def read_json(path: str, largest: int = 16 * 2**20) -> Any:
-    """Read a JSON file of at most ``largest`` bytes. Raises OSError as `open_regular`, ValueError
-    as `parse` and for a larger file."""
+    """Read a JSON file of at most ``largest`` bytes. Raises OSError as `open_regular` does, and
+    ValueError as `parse` does or for a larger file."""
     with open_regular(path) as file:
         # One byte more than allowed is enough to see that a file is too large.
         data = file.read(largest + 1)
@@ -78,8 +78,9 @@ def parse(data: bytes | str, *, unique: bool = False) -> Any:
         ValueError: for text that is not JSON or consists mostly of brackets, for deep nesting as
             `check_depth`, and with ``unique`` for a key that is given twice.
     """
-    # Checked before objects are created: a list takes at least 60 bytes of memory, a dictionary
-    # 200. Up to 10,000 brackets are harmless, so a short text may consist of them.
+    # Checked before objects are created, because a list takes at least 60 bytes of memory, and a
+    # dictionary 200. The first 10,000 brackets are not counted, because their objects take little
+    # memory.
     encoded = data.encode() if isinstance(data, str) else data
     objects, lists = encoded.count(b"{") - 10_000, encoded.count(b"[") - 10_000
     if lists > len(encoded) // 10 or objects > len(encoded) // 32:
@@ -100,8 +101,8 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_depth(value: Any) -> None:
-    """Raise ValueError if lists and dicts nest deeper than `MAX_DEPTH`, which recursive code may
-    rely on."""
+    """Raise ValueError if lists and dicts nest deeper than `MAX_DEPTH`. After this check, recursive
+    code cannot exhaust the stack."""
     # Level by level, because a recursive check could exhaust the stack.
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -135,13 +136,14 @@ def number(value: Any) -> float:
 def replace(
     path: str, content: str | Callable[[BinaryIO], object], *, durable: bool = False
 ) -> None:
-    """Replace the file at ``path`` in one rename: a reader sees the old file or the complete new
-    one. A link is not followed.
+    """Replace the file at ``path`` in one rename. A reader sees either the old file or the complete
+    new file. A link is not followed.
 
     Args:
         path: the file, which need not exist.
         content: a text, or a function that writes the content.
-        durable: True if the content must survive a loss of power, once the folder is flushed.
+        durable: True to flush the content to the storage. After `flush_folder`, the file then
+            survives a loss of power.
 
     Raises:
         OSError: if the file cannot be written. The temporary file is removed.
@@ -192,8 +194,8 @@ def walk(
 def remove_tree(path: str, *, must_succeed: bool = False) -> None:
     """Remove a folder with all its contents, or a file or link. Links are not followed.
 
-    Folders that are nested thousands deep, for which `shutil.rmtree` fails, are moved up until none
-    is inside another. Raises OSError only with ``must_succeed``.
+    `shutil.rmtree` fails for folders that nest thousands deep. In this case the inner folders are
+    moved up until no folder contains another. Raises OSError only with ``must_succeed``.
     """
     try:
         if os.path.islink(path) or not os.path.isdir(path):
@@ -250,7 +252,7 @@ def flush_folder(path: str) -> None:
         os.close(descriptor)
 
 
-# Files of a run directory that are written in place. All others are replaced by a rename.
+# Files of a run directory that are written in place. All other files are replaced by a rename.
 _WRITTEN_FILES = {"train.log", "metrics.jsonl", "segments.jsonl", "checkpoints"}
 _WRITTEN_FOLDERS = {".hydra", "tensorboard", "logs", "stacks", "traces", "memory", "refused"}
 _FOLDERS = _WRITTEN_FOLDERS | {"checkpoints"}
@@ -268,7 +270,7 @@ def check_run_directory(folder: str) -> None:
         raise OSError(errno.EACCES, "cannot be written to", folder)
     for inside in _checked_folders(folder, _WRITTEN_FILES | _WRITTEN_FOLDERS):
         is_ours = os.path.basename(inside) in _WRITTEN_FOLDERS
-        # Such as the folders of mesh axes in the folder of TensorBoard
+        # The second level, such as the folders of mesh axes in the folder of TensorBoard
         for further in _checked_folders(inside, None if is_ours else ()):
             _checked_folders(further, None if is_ours else ())
     for name in sorted(_FILES | _FOLDERS):
@@ -296,11 +298,11 @@ def _checked_folders(folder: str, ours: Container[str] | None) -> list[str]:
     """Return the paths of the folders in ``folder``; none if it cannot be listed. ``ours``: names
     that must not be links of any user; None for all names."""
     entries: list[os.DirEntry[str]] = []
-    # A folder that does not exist yet, or may not be listed, needs no check.
+    # A folder that does not exist yet or that this user cannot list needs no check.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         entries += os.scandir(folder)
     for entry in entries:
-        # The owner of the link itself: its target may belong to this user.
+        # The owner of the link counts, because its target may belong to this user.
         if entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid != os.getuid():
             reason = "a link that another user has made, and is not followed"
             raise OSError(errno.ELOOP, reason, entry.path)
@@ -316,7 +318,7 @@ def _checked_folders(folder: str, ours: Container[str] | None) -> list[str]:
 def printable(text: object, limit: int = 120) -> str:
     """Return ``text`` for a message: one line, with control characters escaped, cut after
     ``limit`` characters."""
-    # One character above the limit shows if the text is too long.
+    # One character more than the limit shows that the text is too long.
     characters = str(text)[: limit + 1]
     shown = "".join(map(_escaped, characters))
     return shown if len(shown) <= limit else f"{shown[:limit]}..."

@@ -1,8 +1,10 @@
-"""Reading of the files of one checkpoint folder, local or remote (fsspec). Start at `open_folder`.
+"""Reads the files of a checkpoint folder, which is local or remote (fsspec). Start at
+`open_folder`.
 
-Files are opened by name, never outside of the folder. Local files are memory-mapped, so a rank
-reads only the pages that it needs; remote files are read by range. Only regular files of a local
-folder are opened: a symbolic link, a device or a pipe in a checkpoint is refused.
+Files are opened by their name in the folder, so a name cannot lead out of the folder. Local files
+are memory-mapped, so a rank reads only the pages that it needs; remote files are read by range.
+Only regular files of a local folder are opened: a symbolic link, a device or a pipe in a checkpoint
+is refused.
 """
 
 from __future__ import annotations
@@ -100,7 +102,7 @@ class LocalFolder:
         file = self._open(name)
         if not self.mapped:
             return _LocalFile(file, f"{self.label}/{name}")
-        with file:  # the mapping stays
+        with file:  # the mapping stays valid after the file is closed
             return _MappedFile(file)
 
 
@@ -155,7 +157,7 @@ class RemoteFolder:
         return _RemoteFile(self._filesystem, *self._file(name))
 
 
-# Every method raises `DamagedCheckpointError` for a missing or irregular file.
+# Every method raises `DamagedCheckpointError` for a missing file or a file that is not regular.
 Folder = LocalFolder | RemoteFolder
 
 

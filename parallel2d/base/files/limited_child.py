@@ -1,4 +1,5 @@
-"""Trial of a library on an untrusted file in a child process with limits: `try_in_child`."""
+"""Tests in a child process with limits whether a library can read an untrusted file:
+`try_in_child`."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ _BYTES_A_SECOND = 2**28
 def try_in_child(path: str, size: int, use: Callable[[], object]) -> None:
     """Call ``use``, which reads ``size`` bytes at ``path``, in a forked child process.
 
-    A file of a few bytes can make a library use any amount of memory or time, or end the process.
-    After this call the library may read the same file in this process.
+    A file of a few bytes can make a library use any amount of memory or time, or crash the process.
+    If this call returns, the library can safely read the same file in this process.
 
     Raises:
-        ConfigError: if ``use`` raises it, if the child ends in another way, and if the child
-            exceeds the limits of seconds or bytes.
+        ConfigError: if ``use`` raises it, if the child crashes, or if the child exceeds the limit
+            of seconds or bytes.
     """
     receiver, sender = os.pipe()
     child = os.fork()
     if not child:
         try:
-            # Native code that aborts writes to standard error.
+            # Discard standard error, because native code writes to it before it aborts.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             # Some libraries read the complete file into memory.
             memory = psutil.Process().memory_info().vms + size + MOST_BYTES
@@ -38,7 +39,7 @@ def try_in_child(path: str, size: int, use: Callable[[], object]) -> None:
             seconds = MOST_SECONDS + size // _BYTES_A_SECOND
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # A child that waits uses no CPU time.
+            # The limit of CPU time does not end a child that waits, so an alarm ends it.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(10 * seconds)
             use()

@@ -1,9 +1,10 @@
-"""Private folders of a launcher, for files that must outlive its workers. Start at `open_folder`.
+"""Private folders of a launcher, for files that must still exist after its workers have ended.
+Start at `open_folder`.
 
-A folder is named after the launcher's process id and start time, because process ids are reused. It
-is inside a folder of this user and this process-id namespace. Temporary folders are open to all
-users, and the names can be guessed, so both folders are made private, and a folder of another user
-is refused.
+A folder is named after the launcher's process id and start time, because process ids are reused.
+Its parent folder is named after this user and the process-id namespace. All users can write to
+temporary folders, and these names can be guessed. Therefore both folders are made private, and a
+folder that belongs to another user is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def make_private(path: str) -> None:
     path is a link, is not a folder, or belongs to another user."""
     with contextlib.suppress(FileExistsError):
         os.makedirs(path, mode=0o700)
-    # An existing folder may belong to any user. lstat, because the owner of a link counts.
+    # An existing path may belong to another user, or be a link: lstat does not follow a link.
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder (a link is not followed)", path)
@@ -47,13 +48,13 @@ def make_own(path: str) -> None:
 
 
 def open_folder(process: int, place: str) -> str:
-    """Open the private folder in ``place`` of the launcher with this process id, and remove the
-    folders of launchers that have ended. Raises OSError as `make_private`."""
+    """Create the private folder in ``place`` for the launcher with process id ``process``. Remove
+    the folders of launchers that have ended. Raises OSError as `make_private` does."""
     # The parent folder is private before its entries are listed or removed.
     outer = around(place)
     make_private(outer)
     names: list[str] = []
-    # A launcher that ends meanwhile may remove the folder.
+    # Another launcher may end now and remove the folder.
     with contextlib.suppress(OSError):
         names = os.listdir(outer)
     for name in names:
@@ -78,8 +79,9 @@ def is_private(path: str) -> bool:
 
 
 def around(place: str) -> str:
-    """Return the folder in ``place`` of all launchers of this user in this process-id namespace."""
-    namespace = 0  # off Linux
+    """Return the path of the parent folder in ``place``, which all launchers of this user in this
+    process-id namespace share."""
+    namespace = 0  # on systems without /proc
     with contextlib.suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
     return os.path.join(place, f"parallel2d-{os.getuid()}-{namespace}")
@@ -93,14 +95,15 @@ def folder_of(process: int, place: str) -> str:
 def remove(path: str) -> None:
     """Remove a launcher's folder, if it exists, and the parent folder if it is empty."""
     shutil.rmtree(path, ignore_errors=True)
-    # rmdir refuses a parent that still holds folders of other launchers.
+    # rmdir fails if the parent still has folders of other launchers.
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(path))
 
 
 def process_identity(process: int) -> str:
-    """Return ``MACHINE/PROCESS-START``: the start of the machine with its process-id namespace, and
-    the process with its start time. No other process has the same identity."""
+    """Return the identity ``MACHINE/PROCESS-START`` of a process. MACHINE has the boot id of the
+    machine and the process-id namespace; PROCESS-START has the process id and the start time. No
+    other process has the same identity."""
     machine = "unknown"
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,9 +1,10 @@
-"""Writing, checking and reading of safetensors files: 8 bytes of header length, a JSON header,
-packed values. Start at `encode_header` to write a file and at `read_header` to read one.
+"""Writes, checks and reads safetensors files. A file consists of 8 bytes with the length of the
+header, a JSON header, and packed values. Start at `encode_header` to write a file, and at
+`read_header` to read a file.
 
-The safetensors library is not used, because blocks are hashed on their way to the storage, and
-because a rank reads ranges of rows, also from object stores. Every number in a header is treated as
-hostile.
+The safetensors library is not used for two reasons: this package hashes blocks while it writes
+them, and a rank reads ranges of rows, also from object stores. Every number in a header is
+untrusted and checked.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_TENSORS = 250_000  # of a file or a checkpoint, which then takes seconds to check
+MAX_TENSORS = 250_000  # in a file or a checkpoint; the check of so many tensors takes seconds
 MAX_DIMS = 16
 MAX_NAME = 1024
 
@@ -73,7 +74,7 @@ class Entry:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of ``tensor`` as uint8, a view if the tensor is contiguous."""
+    """Return the bytes of ``tensor`` as uint8. The result is a view if the tensor is contiguous."""
     # A single value counts as contiguous with any stride; the view needs a stride of 1.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -99,8 +100,8 @@ def encode_header(
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable the garbage collector while millions of objects are created, which it would traverse
-    repeatedly."""
+    """Disable the garbage collector inside the context. While millions of objects are created, the
+    collector would traverse them repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,16 +155,17 @@ def read_header(source: ByteSource, what: str) -> dict[str, Entry]:
     """Return the tensors of a safetensors file by name.
 
     Raises:
-        DamagedCheckpointError: naming ``what``, unless the header is valid: known dtypes, sizes
-            that follow from the shapes, and byte ranges that fill the file after the header without
-            holes or overlap.
+        DamagedCheckpointError: naming ``what``, unless the header is valid. A valid header has
+            known dtypes, sizes that match the shapes, and byte ranges that fill the file after the
+            header without holes or overlap.
     """
     return read_file(source, what)[0]
 
 
 @without_collector()
 def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """Return the result of `read_header`, and the metadata of the writer, which are untrusted."""
+    """Return the result of `read_header` and the metadata in the header. The metadata are
+    untrusted."""
     if source.size < 8:
         raise DamagedCheckpointError(
             f"{what}: {source.size} bytes are too few for a safetensors file"
@@ -183,7 +185,8 @@ def read_file(source: ByteSource, what: str) -> tuple[dict[str, Entry], dict[str
     for name, item in header.items():
         found[name] = _read_entry(name, item, base, what)
     position = base
-    # Sorted by end too: an empty tensor precedes a tensor that begins at the same offset.
+    # The end is part of the sort key, so that an empty tensor comes before a tensor with the same
+    # begin.
     for entry in sorted(found.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
             raise DamagedCheckpointError(
@@ -236,7 +239,7 @@ def read_rows(source: ByteSource, entry: Entry, begin: int, end: int) -> Tensor:
     first_byte = entry.begin + begin * row_bytes
     buffer = source.buffer(first_byte, entry.begin + end * row_bytes)
     if first_byte % dtype.itemsize:
-        # Another writer may have packed the values unaligned; a copy is aligned.
+        # Other programs may write unaligned values. A copy is aligned.
         buffer = bytearray(buffer)
     tensor = torch.frombuffer(buffer, dtype=dtype)
     return tensor.view(shape if entry.shape else ())

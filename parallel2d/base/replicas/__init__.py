@@ -1,28 +1,29 @@
-"""Replicas that fail and join while other replicas train. `Quorum` holds the live replicas. `World`
+"""Replicas that fail and join while other replicas train. A `Quorum` has the live replicas. `World`
 is the default process group of a job whose replicas may fail.
 
-[Note: replicas that never stop] The ranks of one shard (and context, tensor) group are a replica,
-the unit that fails. The groups inside a replica never change. When one rank fails, all ranks of its
-replica end, restart and join again. The live replicas are the *quorum*. A failed, leaving or
-joining replica ends the quorum, and the remaining replicas form the next one. Each quorum has a
-number, and its collectives across replicas use new communicators. Torch sees two ordinary process
-groups with a custom backend, which last until the job ends: the default group (`World`) and the
-group of the replicate axis (`Across`). A replica creates its groups without the other replicas.
+[Note: replicas that never stop] The ranks that together have one copy of the model are a replica:
+all ranks of one coordinate of the replicate axis. If one rank fails, its complete replica counts as
+failed: all its ranks end, restart and join again. The groups inside a replica never change. The
+live replicas are the *quorum*. If a replica fails, leaves or joins, the quorum ends and the live
+replicas form the next quorum. Each quorum has a number, and its collectives across replicas use new
+communicators. For torch, two process groups across replicas exist until the job ends: the default
+group (`World`) and the group of the replicate axis (`Across`). Both have a custom backend. A
+replica creates its process groups without the other replicas.
 
 [Note: a step is committed everywhere or nowhere] No rank blocks in a call that another replica
-could delay. After a failure all collectives across replicas end at once, without a result. Each
+could delay. After a failure all collectives across replicas end immediately, without a result. Each
 rank finishes its backward pass, and the last all-reduce of the step fails. A rank commits a step if
-all ranks of its replica have the result of this all-reduce: the result exists only if every member
-of the quorum had all reduced gradients. A replica without the result receives it with the next
-quorum, and commits too. If no replica has the result, no replica commits, and the survivors
-recompute the complete global batch.
+all ranks of its replica have the result of this all-reduce. The result exists only if every member
+of the quorum had all reduced gradients. If only some replicas have the result, the other replicas
+receive it when the next quorum forms, and commit too. If no replica has the result, no replica
+commits, and the survivors recompute the complete global batch.
 
 A node that is missing at the start of a job counts as failed. Its ranks are in the world but not in
 the first quorum, and the node joins later.
 
-Outside of steps, the survivors repeat a collective of the world until all of them have the same
-result. Other traffic between replicas, such as the outer steps of ``sync=diloco``, is repeated
-until it is complete on all live ranks (`finished_everywhere`).
+Outside of steps, the survivors repeat a collective of the default group until all of them have the
+same result. Other traffic between replicas, such as the outer steps of ``sync=diloco``, is repeated
+until all live ranks have completed it (`finished_everywhere`).
 
 If replicas split the optimizer state (`Quorum.needs_all`), the survivors wait for a failed replica,
 and all replicas roll back to a checkpoint. They discard all changes after this checkpoint.
@@ -80,7 +81,8 @@ def present_ranks() -> int:
 
 
 def agreed(name: str, value: str) -> str:
-    """Return the value that the first replica has passed for ``name``, equal on all replicas."""
+    """Return the value that the earliest caller has passed for ``name``. All replicas get this
+    value."""
     if not _current:
         return value
     return _current[0].store.compare_set(f"replicas/agreed/{name}", "", value).decode()
@@ -122,8 +124,8 @@ def position_over_replicas(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def stay_in_quorum(group: dist.ProcessGroup | None) -> None:
-    """Bind ``group``, a group of all ranks, to the current quorum: after the end of this quorum,
-    its collectives raise `ReplicaLost`."""
+    """Bind ``group``, a group of all ranks, to the current quorum. When this quorum has ended, the
+    collectives of the group raise `ReplicaLost`."""
     if not _current or group is None:
         return
     backend = group._get_backend(torch.device("cpu"))
@@ -132,7 +134,8 @@ def stay_in_quorum(group: dist.ProcessGroup | None) -> None:
 
 
 def axis_options() -> AxisOptions | None:
-    """Return the ``pg_options`` of ``new_group`` for a group over the replicate axis."""
+    """Return the ``pg_options`` that ``new_group`` needs for a group over the replicate axis; None
+    if no replica may fail."""
     return AxisOptions() if _current else None
 
 
@@ -169,5 +172,5 @@ def init_plain_world(replicas: Quorum, backend: str, bound: torch.device | None)
 
 
 def forget() -> None:
-    """Forget the quorum, after the default group was destroyed."""
+    """Discard the quorum. Called after the default group was destroyed."""
     _current.clear()

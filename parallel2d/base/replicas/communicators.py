@@ -26,7 +26,7 @@ from parallel2d.base.device import set_device
 
 _NCCL_CONNECT = timedelta(seconds=60)
 _NCCL_CHANNELS = 8
-_MOST_MADE = 1000  # groups of one process
+_MOST_MADE = 1000  # NCCL groups that one process may create
 _DRAIN_POLL_S = 0.001
 
 
@@ -52,8 +52,8 @@ class Collective:
         self._work.wait()
 
     def has_failed(self) -> bool:
-        """True if the collective has no result. Called after `is_done`, because this call may block
-        earlier. For an aborted collective `is_done` is True, too."""
+        """True if the collective has no result. Must be called only after `is_done` is True,
+        because it may block before. `is_done` is True for an aborted collective too."""
         try:
             self._work.wait()
         except RuntimeError:
@@ -67,8 +67,8 @@ class Communicator(Protocol):
     def connect(
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
     ) -> Any:
-        """Connect to the other members, and return the argument of `use`. Blocks until all members
-        call it. Raises RuntimeError.
+        """Connect to the other members, and return the argument for `use`. Blocks until all members
+        call `connect`. Raises RuntimeError if the members cannot connect.
 
         Runs in a thread, which the caller abandons once ``stop()`` is True; afterwards the thread
         must not change this object.
@@ -82,7 +82,7 @@ class Communicator(Protocol):
 
     def start(self, name: str, *arguments: Any) -> Collective:
         """Start the collective ``name``, a method of torch's backend. Raises RuntimeError after a
-        failure and before `use`."""
+        failure, and if `use` was not called."""
 
     def abort(self) -> None:
         """Abandon the collectives in flight. They may write to their tensors until they end."""
@@ -98,8 +98,9 @@ class Communicator(Protocol):
 class Gloo:
     """A new gloo group for each quorum.
 
-    Gloo's ``reconfigure`` is not used, because it keeps the threads of the group. They would start
-    the collectives of the next quorum only after the timeout of the abandoned collectives.
+    Gloo's ``reconfigure`` is not used, because the group would keep its threads. These threads
+    would start the collectives of the next quorum only after the abandoned collectives have timed
+    out.
     """
 
     def __init__(self) -> None:
@@ -120,11 +121,11 @@ class Gloo:
         return Collective(getattr(group, name)(*arguments), group, arguments)
 
     def abort(self) -> None:
-        # A polled collective keeps its group alive.
+        # A `Collective` in flight still references the group.
         self._group = None
 
     def drain(self) -> None:
-        pass  # the sockets of abandoned collectives are separate
+        pass  # abandoned collectives use sockets of the old group
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self._group is not None:
@@ -133,12 +134,12 @@ class Gloo:
 
 class Tree(Gloo):
     """All-reduces on CPU over a binary tree of the members. Each edge of the tree is a gloo group
-    of two ranks, so a rank holds at most three connections, whatever the number of members."""
+    of two ranks. A rank therefore has at most three connections for any number of members."""
 
     def connect(
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
     ) -> Any:
-        # From the root downwards, which excludes a deadlock.
+        # Ranks connect from the root downwards. This order cannot deadlock.
         groups: list[Any] = []
         for child in (rank, 2 * rank + 1, 2 * rank + 2):
             if child == 0 or child >= size:
@@ -163,12 +164,13 @@ class Tree(Gloo):
 
 
 class _TreeAllReduce(dist.Work):
-    """An all-reduce in a thread: the sum of each subtree moves to the root, and the result moves
-    back. After the failure of a member, the thread ends when a connection fails, because a rank
-    that abandons the quorum closes its connections.
+    """An all-reduce in a thread. Each rank sends the sum of its subtree to its parent; the result
+    goes from the root to all ranks. If a member fails, the survivors close their connections, so
+    the thread ends with an error.
 
     Args:
-        groups: group with the parent, and with each child; None without a parent or child.
+        groups: the group with the parent, and the group with each of two children. None if the
+            parent or child does not exist.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class _TreeAllReduce(dist.Work):
                 if group is not None:
                     group.broadcast(tensors, dist.BroadcastOptions()).wait()
         except RuntimeError as error:
-            # The traceback refers to this frame, and so to the groups, in a reference cycle.
+            # The traceback would reference this frame, and the frame the groups: a reference cycle.
             self._error = error.with_traceback(None)
 
     def is_completed(self) -> bool:
@@ -214,7 +216,7 @@ class _NcclCollective(Collective):
 
     def has_failed(self) -> bool:
         """True if the group has an error. NCCL sets this error before an aborted collective is
-        done. A stream may wait for the collective only if the group has no error."""
+        done. If the group has no error, the current stream waits for the collective."""
         group: Any = self._kept[0]
         if group.get_error() != ErrorType.SUCCESS:
             return True
@@ -223,9 +225,8 @@ class _NcclCollective(Collective):
 
 
 class Nccl:
-    """A group of the backend ``nccl2``, which is aborted when a replica fails, and reconfigured for
-    the next quorum. A collective in flight refers to its group. Therefore the group is replaced
-    only after a failed `connect`.
+    """A group of the backend ``nccl2``. It is aborted when a replica fails, and reconfigured for
+    the next quorum. The object is replaced only after a failed `connect`.
 
     Args:
         device: device of the tensors.
@@ -247,7 +248,7 @@ class Nccl:
         self, store: Any, rank: int, size: int, timeout: timedelta, stop: Callable[[], bool]
     ) -> Any:
         self._timeout = timeout
-        if size == 1:  # an NCCL communicator of one rank takes hundreds of MiB
+        if size == 1:  # no group, because an NCCL communicator of one rank takes hundreds of MiB
             return connected_gloo(dist.HashStore(), 0, 1, timeout)
         if self._group is None or self._is_connecting:
             self._group = self._new_group(timeout)
@@ -270,7 +271,7 @@ class Nccl:
 
         options: Any = dist.ProcessGroupNCCL.Options()
         options.enable_reconfigure, options._timeout = True, timeout
-        # A slow link needs few channels, and each channel needs memory.
+        # Each channel needs memory, and few channels suffice for a slow link.
         options.config.max_ctas = _NCCL_CHANNELS
         self._made += 1
         number = self._identity * _MOST_MADE + self._made
@@ -292,7 +293,7 @@ class Nccl:
         return collective
 
     def abort(self) -> None:
-        # NCCL allows no other call during an abort. The training loop only polls.
+        # During an abort, no other NCCL call is allowed. The training loop only polls.
         if self._connected is not None and self._connected is self._group:
             self._group.abort()
         self._connected = None
@@ -318,15 +319,15 @@ BACKENDS: dict[str, Callable[[torch.device, Any, int], Communicator]] = {
 
 def connected_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a connected gloo group. Blocks until all ``size`` ranks call it."""
-    # A lazy group could not be freed after an abandoned collective: gloo waits until the sockets
-    # are empty, and no rank reads the data of this collective.
+    # Not lazy: a lazy group could not be freed after an abandoned collective, because gloo would
+    # wait until the sockets are empty, and no rank reads the data of this collective.
     return _gloo(store, rank, size, timeout, _device())
 
 
 def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a gloo group inside a replica. Two ranks connect at their first message, so the group
     needs few descriptors."""
-    # Groups with the same lazy device cannot connect.
+    # Groups that share a lazy device cannot connect, so each group gets a new device.
     device = ProcessGroupGloo.create_default_device(lazy_init=True)
     return _gloo(store, rank, size, timeout, device)
 

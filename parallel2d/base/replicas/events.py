@@ -18,8 +18,8 @@ Member = tuple[int, int]  # the number of a replica and its incarnation
 
 
 def post(store: Any, kind: str, subject: Any, begin: int = 0) -> None:
-    """Append an event. All ranks and launchers read the events in the same order. A sender that is
-    killed leaves no gap.
+    """Append an event to the events in the store. All ranks and launchers read the events in the
+    same order. The numbers of the events have no gaps, even if a sender is killed.
 
     Args:
         kind: ``dead``: a replica has failed. ``join``: a replica waits to join. ``break``: a quorum

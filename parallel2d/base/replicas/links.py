@@ -41,9 +41,10 @@ class Links:
     def __init__(self, store: Any, events: Events) -> None:
         self._store, self._events = store, events
         self.epoch = -1  # number of the current quorum; -1 before the first
-        self.may_fail = False  # until it is True, a failed rank ends all ranks
+        self.may_fail = False  # while this is False, a failed rank ends all ranks
         self._links: list[Link] = []
-        self._abandoned: list[Collective] = []  # their tensors stay allocated: they may be written
+        # kept, because they may still write to their tensors
+        self._abandoned: list[Collective] = []
         self._lost = threading.Event()
 
     @property
@@ -55,7 +56,7 @@ class Links:
         self._links.append(link)
 
     def give_up(self) -> None:
-        """End all collectives of the current quorum without a result."""
+        """Mark the current quorum as ended: all its collectives end without a result."""
         self._lost.set()
 
     def enter(self, epoch: int) -> None:
@@ -139,7 +140,7 @@ class Links:
         found: list[Any] = []
 
         def run() -> None:
-            with contextlib.suppress(Exception):  # `in_thread` returns None then
+            with contextlib.suppress(Exception):  # after an exception `in_thread` returns None
                 found.append(connect())
 
         thread = threading.Thread(target=run, name="replicas connect", daemon=True)
@@ -170,9 +171,9 @@ class Links:
 
 @dataclass(eq=False)
 class Hierarchy:
-    """All-reduces over all live ranks in three parts: inside each replica, across the first ranks
-    of the replicas, and a broadcast inside each replica. All ranks of a replica return the same
-    value."""
+    """All-reduces over all live ranks, in three stages: an all-reduce inside each replica, an
+    all-reduce across the first ranks of the replicas, and a broadcast inside each replica. All
+    ranks of a replica get the same result."""
 
     _links: Links
     _inside: Any  # group of the ranks of this replica

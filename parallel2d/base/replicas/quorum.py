@@ -17,17 +17,19 @@ from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import LEFT_OUT
 from parallel2d.base.replicas.communicators import BACKENDS, Communicator, Tree, lazy_gloo
 from parallel2d.base.replicas.events import LATEST, ON, RANKS, RECORD, Events, Member, post
 from parallel2d.base.replicas.links import Hierarchy, Link, Links
 from parallel2d.base.replicas.records import Records, as_text, from_text
-from parallel2d.base.replicas.states import LEFT_OUT, Phase, ReplicaLost, ReplicaState
+from parallel2d.base.replicas.states import Phase, ReplicaLost, ReplicaState
 
 _RECORD_POLL_S = 0.02
 
 
 class Quorum:
-    """The live replicas, as this rank knows them. All ranks of a replica make the same calls.
+    """The live replicas, as far as this rank has read the events. All ranks of a replica must make
+    the same calls.
 
     Args:
         together: number of ranks that start together.
@@ -41,9 +43,10 @@ class Quorum:
         ranks: the ranks of each replica; a single replica until `divide`.
         replica: number of the replica of this rank.
         place: position of this rank in its replica.
-        members: the live replicas, from the longest to the shortest membership.
+        members: the live replicas, beginning with the replica that has been a member for the
+            longest time.
         joined: members of this quorum without the complete state.
-        donor: the replica that sends the state to the joined replicas.
+        donor: the replica that sends the state to the replicas in ``joined``.
         synchronized: number of the quorum of the last collective of the default group.
         committed_step: the last step that a custom loop has committed, for error messages.
         begun: number of collectives across replicas that this process has started.
@@ -78,7 +81,7 @@ class Quorum:
         self.donor = self.begun = 0
         self.own_store = PrefixStore(f"replicas/life/{self.ranks[0][0]}.{incarnation}", store)
         # The number of all-reduces that `agree` has started since the start of the job, the number
-        # of the last one with a result on this rank, and this result
+        # of the last all-reduce with a result on this rank, and this result
         self._started = self._agreed = 0
         self._result = torch.zeros(0, dtype=torch.uint8)
         self._has_committed = False
@@ -156,8 +159,8 @@ class Quorum:
     # Groups
 
     def divide(self, ranks: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
-        """Divide the ranks into replicas. A replica that did not start together with this rank
-        counts as failed. Later calls must pass the same replicas. Collective."""
+        """Divide the ranks into replicas. Replicas whose ranks have not started together with this
+        rank count as failed. Later calls must pass the same replicas. Collective."""
         if self.is_divided:
             if self.ranks != ranks:
                 raise ConfigError(
@@ -249,7 +252,7 @@ class Quorum:
             self.store.set(ON, "all" if self.needs_all else "any")
 
     def _follow(self) -> None:
-        """Read the events, in a thread."""
+        """Read events until this process ends. Runs in a thread."""
         try:
             while True:
                 if self._events.read(3600.0):
@@ -271,12 +274,13 @@ class Quorum:
         return self.own in self._events.dead or self._events.restarts
 
     def give_up(self) -> None:
-        """End this quorum: its collectives end without a result."""
+        """Mark this quorum as ended on this rank: its collectives end without a result."""
         self.links.give_up()
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """Run a step without traffic to or from other replicas."""
+        """Context for a step without traffic between replicas: its collectives across replicas have
+        no result."""
         self.give_up()
         self.phase = Phase.IN_STEP
         try:
@@ -294,15 +298,15 @@ class Quorum:
 
     def is_complete(self, status: Tensor) -> bool:
         """True if the last all-reduce of the step has a result on all ranks of this replica, and no
-        rank had noticed a failure before. ``status``: the result; its first value is the number of
-        ranks that had noticed a failure."""
+        rank had noticed a failure before this all-reduce. ``status``: the result. Its first value
+        is the number of ranks that had noticed a failure."""
         return self._has_committed and not status[0].item()
 
     def should_commit(self, status: Tensor) -> bool:
-        """True if the step is committed, on all live replicas. Otherwise all of them must repeat
-        the step, in the quorum that this call has formed. If only other replicas have the result,
-        this call copies the result to ``status``; see `is_complete`. Collective over this
-        replica."""
+        """True if all live replicas commit the step. Otherwise all live replicas must repeat the
+        step in the next quorum, which this call has formed. If only other replicas have the result
+        of the last all-reduce, this call copies the result to ``status``; see `is_complete`.
+        Collective over this replica."""
         if not self.is_complete(status):
             result = self.regroup(admit=False)
             if result is None:
@@ -314,12 +318,13 @@ class Quorum:
         return True
 
     def lose_state(self) -> None:
-        """Leave the step. This replica has no state until it receives one."""
+        """Leave the step and discard the state of this replica, which must receive the state
+        again."""
         self.give_up()
         self.phase, self.state = Phase.BETWEEN_STEPS, ReplicaState.MISSING
 
     def complete_join(self, members: Collection[Member]) -> None:
-        """Count ``members``, possibly with this replica, as replicas with the state."""
+        """Mark ``members`` as replicas with the complete state. This replica may be one of them."""
         self.joined = [each for each in self.joined if each not in members]
         if self.own in members:
             self.state = ReplicaState.COMPLETE
@@ -401,16 +406,18 @@ class Quorum:
         return self._result.clone() if has_missed_result else None
 
     def regroup_all(self, least: int) -> None:
-        """Form a quorum of at least ``least`` replicas, which all load a checkpoint afterwards."""
+        """Form a quorum of at least ``least`` replicas. All its replicas must then load a
+        checkpoint."""
         self.regroup(admit=True, least=least)
         self.synchronized = self.epoch
 
     def _next_record(self, old: int, admit: bool, least: int) -> dict[str, Any]:
         """Wait for the record of the next quorum that contains this replica. Return the record."""
         self.links.abort()
-        # A reconfiguration frees memory of a rank that peers in other replicas may still read.
-        # Therefore all ranks of this replica abort their collectives before the replica publishes
-        # its status, and no replica reconfigures before all survivors have published theirs.
+        # When a rank reconfigures its communicators, it frees memory that its peers in other
+        # replicas may still read. Therefore all ranks of this replica abort their collectives
+        # before the replica publishes its status. No replica reconfigures before all survivors have
+        # published their status.
         if self.epoch >= 0:
             self.vote(True)
         records, number = self._records, old + 1
@@ -422,7 +429,7 @@ class Quorum:
             records.publish_status(old, self.own, status)
         while True:
             if is_writer and not records.write(old, self.own, self.members, least, self.needs_all):
-                self._end_rank(LEFT_OUT)  # no replica has the state: all ranks restart
+                self._end_rank(LEFT_OUT)  # all ranks restart, because no replica has the state
             try:
                 self.store.wait([RECORD.format(number)], timedelta(seconds=_RECORD_POLL_S))
             except DistStoreError:
@@ -437,19 +444,21 @@ class Quorum:
             if list(self.own) in record["members"]:
                 return {**record, "number": number}
             if self.state is not ReplicaState.MISSING:
-                self._end_rank(LEFT_OUT)  # the others continue without this replica
+                self._end_rank(LEFT_OUT)  # the other replicas continue without this replica
             number += 1
 
     # Messages between two ranks
 
     def link(self, joiner: Member) -> Callable[..., bool]:
-        """Return a function that sends a tensor from the donor's rank in this position (root 0) to
-        the joiner's, or back (root 1). It returns False if one of them fails first."""
+        """Return a function that sends a tensor between two ranks at this position: the rank of the
+        donor (root 0) and the rank of ``joiner`` (root 1). The function returns False if the quorum
+        ends before the tensor has arrived."""
         source, target = self.ranks[self.donor][self.place], self.ranks[joiner[0]][self.place]
         return self.pair(f"state/{joiner[0]}/{self.place}", source, target, self.epoch)
 
     def pair(self, key: str, source: int, target: int, epoch: int) -> Callable[..., bool]:
-        """Connect rank ``source`` and rank ``target``; see `Links.pair`. Both call it."""
+        """Connect rank ``source`` and rank ``target``; see `Links.pair`. Both ranks must call this
+        method."""
         store = PrefixStore(f"replicas/quorum/{epoch}/{key}", self.store)
         return self.links.pair(store, int(self.rank == target), self.timeout, epoch)
 
@@ -464,9 +473,9 @@ class Quorum:
         self._end_rank(exit_code)
 
     def _end_rank(self, exit_code: int) -> NoReturn:
-        """End this rank by `SystemExit`, after the end of all collectives across replicas. The
-        launcher kills a rank that still does not end, for example because a peer in its replica
-        hangs."""
+        """Abort all collectives across replicas, and end this rank by `SystemExit`. If the rank
+        does not end, for example because another rank of its replica hangs, the launcher kills
+        it."""
         self.phase = Phase.ENDING
         self.give_up()
         self.links.abort()
@@ -474,7 +483,7 @@ class Quorum:
 
     def end(self) -> None:
         """End the job. Replicas that wait to join end too. Collective."""
-        self.phase = Phase.ENDING  # the node of the store may end first; this is not an error
+        self.phase = Phase.ENDING  # from now on, a store that has ended is not an error
         dist.barrier()
         self.links.may_fail = False
         if self.rank == self.first_rank:

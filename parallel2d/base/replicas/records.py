@@ -19,8 +19,8 @@ _STATUS = "replicas/at/{}/{}.{}"  # key of the status of a member at the end of 
 @dataclass
 class Records:
     """Writes the records of quorums. A record lists the members of a quorum. When a quorum ends,
-    its survivors publish their status. Of the survivors that have the state, the oldest member
-    writes the next record."""
+    its survivors publish their status. The next record is written by one survivor: among those with
+    the state, the replica that has been a member for the longest time."""
 
     _store: Any
     _events: Events
@@ -38,9 +38,9 @@ class Records:
     def write(
         self, epoch: int, own: Member, members: Sequence[Member], least: int, needs_all: bool
     ) -> bool:
-        """Write the record of the next quorum, if it is complete and this replica is its writer.
-        The record is complete if all survivors have published their status, and it has at least
-        ``least`` replicas. False if no survivor has the state.
+        """Write the record of the next quorum, if this replica is the writer and the record is
+        complete. The record is complete if all survivors have published their status and the quorum
+        has at least ``least`` replicas. Returns False if no survivor has the state.
 
         Args:
             epoch: number of the quorum that has ended.
@@ -78,7 +78,8 @@ def next_record(
     Args:
         survivors: the status of each survivor, from the oldest to the newest member.
         joining: the replicas that wait to join.
-        needs_all: True if survivors without the state stay, because all load a checkpoint.
+        needs_all: True if survivors without the state remain members, because all members load a
+            checkpoint.
     """
     members = []
     for each in survivors:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import enum
 
-LEFT_OUT = 76  # exit code of a rank whose replica is not a member any more
-
 
 class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
     """A collective across replicas has no result, because a replica failed."""
@@ -15,10 +13,10 @@ class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
 class Phase(enum.Enum):
     """The phases of a rank of a job whose replicas may fail."""
 
-    STARTING = enum.auto()  # the replicas are not known yet
-    BUILDING = enum.auto()  # a failed rank still ends all ranks
+    STARTING = enum.auto()  # the ranks are not divided into replicas yet
+    BUILDING = enum.auto()  # replicas are known, but a failed rank still ends all ranks
     BETWEEN_STEPS = enum.auto()  # collectives are repeated until all live ranks have the result
-    IN_STEP = enum.auto()  # collectives may have no result; then the step is repeated
+    IN_STEP = enum.auto()  # collectives may have no result; the step is then repeated
     ENDING = enum.auto()  # the job is done, or the other replicas continue without this replica
 
 

@@ -1,8 +1,8 @@
 """Process groups across replicas that may fail: `World`, `Across`, `Everyone`.
 
-Each is a `torch.distributed.Backend` of an ordinary process group. The group stays the same while
-its live members change. `create` returns the backend of a group; a group inside one replica has the
-gloo backend of torch.
+Each of these classes is a `torch.distributed.Backend`. Its process group stays the same object
+while the live members change. `create` returns the backend of a new group; for a group inside one
+replica this is torch's gloo backend.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class _PolledWork(dist.Work):
     """A collective across replicas.
 
     Args:
-        collective: the collective in flight; None if the quorum ended before its start.
+        collective: the collective in flight; None if the quorum ended before the collective
+            started.
         epoch: number of the quorum of the collective.
-        required: the name of the collective if `wait` must raise `ReplicaLost` after a failure.
-            Empty if `wait` must return False then, with undefined tensors.
+        required: the name of the collective, if `wait` must raise `ReplicaLost` after a failure.
+            Empty if `wait` must return False after a failure; the tensors are then undefined.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Across(_LastingBackend):
         return self._start("allreduce", tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """All-gather of the live replicas. The rows of failed replicas keep their values."""
+        """All-gather of the live replicas. The output rows of failed replicas are not changed."""
         live = [outputs[0][number] for number in self.quorum.live_replicas]
         return self._start("allgather", [live], inputs, opts)
 
@@ -117,7 +118,7 @@ class Across(_LastingBackend):
         return self._start("all_gather_single", output, own, opts)
 
     def all_to_all_single(self, output: Any, own: Any, *more: Any) -> Any:
-        """All-to-all of tensors with one part for each live replica."""
+        """All-to-all in which the tensors have one block of rows for each live replica."""
         return self._start("all_to_all_single", output, own, *more)
 
     def barrier(self, opts: Any) -> Any:
@@ -139,8 +140,8 @@ class Across(_LastingBackend):
 
 
 class World(_LastingBackend):
-    """The default group: collectives of the live ranks. In a gather, the rows of failed ranks keep
-    their values.
+    """The default group: collectives of the live ranks. In a gather, the output rows of failed
+    ranks are not changed.
 
     Each collective is one all-reduce on CPU. A gather is a sum in which each row is zero on all
     ranks except one. Therefore a failure has the same effect on every collective; see
@@ -177,7 +178,8 @@ class World(_LastingBackend):
         return _Ended()
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        # All ranks receive all rows: after a failure `Quorum.regroup` copies them to each survivor.
+        # All ranks receive all rows, because after a failure `Quorum.regroup` may have to copy the
+        # result to other survivors.
         (own,) = inputs
         rows = outputs[0] if outputs else [torch.empty_like(own) for _ in range(self.size())]
         return self.allgather([rows], [own], opts)
@@ -246,7 +248,7 @@ class Everyone(World):
         messages: dict[tuple[int, int], Tensor] = {}
         if not has_failed:
             messages = _messages(quorum.rank, live, received.split(incoming), sent.split(outgoing))
-        # The order is the same on all ranks, which excludes a deadlock.
+        # The order is the same on all ranks, so they cannot deadlock.
         for source, target in sorted(messages):
             if not has_failed:
                 send = quorum.pair(f"{key}/{source}-{target}", source, target, epoch)
@@ -257,8 +259,9 @@ class Everyone(World):
         return _Ended()
 
     def _check_root(self, root: int) -> None:
-        # No check, because the training loop may form the next quorum at the same time. Without its
-        # root, the collective fails on all ranks of the replica.
+        # Whether the root is live is not checked, because the training loop may form the next
+        # quorum at the same time. Without its root, the collective fails on all ranks of the
+        # replica.
         pass
 
     def _own_epoch(self) -> int:
@@ -313,7 +316,8 @@ def _messages(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy on CPU, because an abandoned collective may still write to its tensor."""
+    """Return a copy on CPU. The collective uses the copy, because it may still write to its tensor
+    after it is abandoned."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

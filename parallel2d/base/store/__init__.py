@@ -1,14 +1,14 @@
 """Authenticated key-value store for ranks and nodes that have the job's secret.
 
-`server` holds the keys, and `client` is a `torch.distributed.Store`. `address` resolves the address
-of the server, `secret` reads the secret of a job, `channel` authenticates connections and seals
-frames. Only the client needs torch.
+The module `server` stores the keys, and `client` has a `torch.distributed.Store`. `address`
+resolves the address of the server, and `secret` reads the secret of a job. `channel` authenticates
+connections and frames. Only the client needs torch.
 
 [Note: mutual authentication] torch's own store needs no password, and its values decide which code
-a job runs. In this store both ends of each connection prove that they have the job's secret before
-either end reads a request, without sending the secret (HMAC-SHA256 of fresh random numbers). Every
-later frame carries a code over its content and its number, under a key of this connection and
-direction. A forged, altered, repeated, reordered or truncated frame ends the connection. Values are
-not encrypted. On one node the store listens on a Unix socket in a private folder, and opens no
-port.
+a job runs. In this store, both ends of a connection first prove that they have the job's secret.
+They do not send the secret, but an HMAC-SHA256 of new random numbers. Requests are read only after
+both proofs. Every later frame carries an authentication code of its content and its number; the key
+of the code is different for each connection and direction. A forged, altered, repeated, reordered
+or truncated frame ends the connection. Values are not encrypted. On one node the store listens on a
+Unix socket in a private folder, and opens no port.
 """

@@ -1,5 +1,5 @@
-"""Addresses of a store. `bind` listens on one address and on no other, `connect` connects to it
-with retries.
+"""Addresses of a store, and their default port. `bind` listens on exactly one address. `connect`
+connects to an address, with retries.
 
 An invalid or unreachable address raises `ConfigError`; the message names the given host and port.
 """
@@ -21,7 +21,10 @@ from parallel2d.base.errors import ConfigError
 
 _Answer = TypeVar("_Answer")
 
-# A whole cluster connects within one second. The kernel limits the value to net.core.somaxconn.
+DEFAULT_PORT = 29500  # of ``python -m parallel2d.launch store``; torchrun has the same default
+
+# All nodes of a cluster may connect within one second. The kernel limits the value to
+# net.core.somaxconn.
 _BACKLOG = 4096
 # Error number of a failed connection -> its message, the same on every node
 _FAILURES: dict[int | None, str] = {
@@ -42,7 +45,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     if not is_port or not is_host or not host.strip("[]"):
         raise ConfigError(
             f"endpoint={endpoint} must be HOST:PORT with a port from 0 to 65535, such as "
-            "node0:29500 or [fd00::1]:29500"
+            f"node0:{DEFAULT_PORT} or [fd00::1]:{DEFAULT_PORT}"
         )
     return host.strip("[]"), int(port)
 
@@ -53,9 +56,9 @@ def join_endpoint(host: str, port: int) -> str:
 
 
 def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]]:
-    """Return ``(family, numeric address, socket address with port 0)`` of every address of
-    ``host``. IPv4 is first, because most clusters route it. Raises `ConfigError` if the name does
-    not resolve."""
+    """Return ``(family, numeric address, socket address with port 0)`` for every address of
+    ``host``. IPv4 addresses come first, because most clusters route IPv4. Raises `ConfigError` if
+    the name does not resolve."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -72,7 +75,8 @@ def resolve(host: str) -> list[tuple[socket.AddressFamily, str, tuple[Any, ...]]
 
 
 def owns_address(host: str) -> bool:
-    """True if an address of ``host`` belongs to this network namespace. Raises as `resolve`."""
+    """True if an address of ``host`` belongs to this network namespace. Raises `ConfigError` if the
+    name does not resolve."""
     for family, _, address in resolve(host):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
             attempt.bind(address)
@@ -96,7 +100,7 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
     for family, numeric, address in resolve(host):
         place: Any = (address[0], port, *address[2:])
         try:
-            # Also succeeds for a port in TIME_WAIT, after a store that has just ended.
+            # This call also succeeds if the port is in TIME_WAIT because a store has just ended.
             return socket.create_server(place, family=family, backlog=_BACKLOG), numeric
         except OSError as error:
             if failure is None or failure.errno == errno.EADDRNOTAVAIL:
@@ -116,15 +120,16 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 class PortTaken(ConfigError):  # noqa: N818 (named after what happened)
-    """The port is taken. If a store may run outside of the job, the caller connects to it."""
+    """The port is taken. The process that uses it may be a store, so the caller may try to
+    connect."""
 
 
 def connect(address: str, patience_s: float, *, was_up: bool = False) -> socket.socket:
     """Connect to ``HOST:PORT`` or ``unix:PATH``, with retries for a server that starts later.
 
     Args:
-        address: its host name is resolved again for every try.
-        patience_s: seconds of retries.
+        address: the address. Its host name is resolved again for every attempt.
+        patience_s: seconds during which failed attempts are repeated.
         was_up: True if the server was up before. A refused connection then means that it has
             ended, and is not retried.
 
@@ -181,16 +186,16 @@ def _connect_once(address: str, seconds: float) -> socket.socket:
 
 
 def set_for_requests(connection: socket.socket) -> None:
-    """Set socket options: send small messages at once, detect a peer that vanishes without
-    closing."""
+    """Set two socket options: small messages are sent without delay, and a peer that disappears
+    without closing the connection is detected."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 @contextlib.contextmanager
 def unix_path(path: str) -> Iterator[str]:
-    """Yield a name of ``path`` that is short enough for a Unix socket (107 bytes); on other systems
-    than Linux the path itself."""
+    """Yield a name for ``path`` that is short enough for a Unix socket (107 bytes). On systems
+    other than Linux, yield ``path`` unchanged."""
     if sys.platform != "linux":
         yield path
         return
@@ -219,9 +224,10 @@ def answered_within(seconds: float, ask: Callable[[], _Answer], otherwise: _Answ
     """Return the result of ``ask``, which sends requests to a store, or ``otherwise`` if the store
     does not answer within ``seconds``. An exception of ``ask`` is raised.
 
-    A process that accepts connections and does not answer, such as a stopped store, blocks torch's
-    client forever, its constructor included. In this case the thread of ``ask`` and its connection
-    are abandoned, and a caller that gets ``otherwise`` must not use the store again.
+    A store that accepts connections and does not answer, for example because its process is
+    stopped, blocks torch's client forever, even in its constructor. In this case this function
+    abandons the thread of ``ask`` and its connection. A caller that gets ``otherwise`` must not use
+    the store again.
     """
     answer = in_thread(ask)
     futures.wait([answer], seconds)

@@ -1,9 +1,10 @@
-"""Protocol of a connection of the store: proofs of the secret, then sealed frames of lists of
-fields. Start at `Channel`.
+"""Protocol of a connection to the store: both ends prove that they have the secret, then exchange
+authenticated frames. The content of a frame is a list of fields. Start at `Channel`.
 
 The server sends a greeting and a random number. The client answers with another random number and
-its proof, the server with its proof. All three messages have a fixed size. A frame consists of its
-length, a code over direction, number, length and content, and the content.
+its proof, the server with its proof. All three messages have a fixed size. A frame consists of
+three parts: the length of the content; an authentication code of direction, frame number, length
+and content; and the content.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ GREETING = b"parallel2d store"
 NUMBER = CODE = 32  # bytes of a random number and of an HMAC-SHA256
 HELLO = len(GREETING) + NUMBER  # bytes of the server's first message
 ANSWER = NUMBER + CODE  # bytes of the client's answer
-HEADER = 4 + CODE  # of a frame
+HEADER = 4 + CODE  # bytes of a frame before its content
 LARGEST_FRAME = 1 << 28
 
 

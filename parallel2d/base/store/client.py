@@ -25,11 +25,13 @@ from parallel2d.base.store.channel import (
     frame_length,
 )
 
-_ANSWER_S = 30.0  # an answer is late only if a whole cluster connects in the same second
+# answers take this long only if all ranks of a large cluster connect in the same second
+_ANSWER_S = 30.0
 _LONGEST_S = 1e9
-_TRIES, _AGAIN_S = 3, 0.3  # for a store that closes the connection
-# Keeps clients alive: torch references only the C++ object, which does not work without the Python
-# object.
+# number of attempts, and the pause between them, if the store closes the connection
+_TRIES, _AGAIN_S = 3, 0.3
+# References to the clients. Torch references only the C++ part of a client, which does not work
+# after the Python object is freed.
 _kept: set[StoreClient] = set()
 
 
@@ -155,14 +157,15 @@ class StoreClient(Store):
         with self._lock:
             if self._closed:
                 raise DistNetworkError(f"the store at {self.address}: this client was closed")
-            # Other threads may use all open connections.
+            # All open connections may be in use by other threads.
             idle = self._idle.pop() if self._idle else None
         connection = idle or _Connection(
             self.address, self._secret, _ANSWER_S, _ANSWER_S, was_up=True
         )
         try:
             answer = connection.ask(request, answer_s)
-        # Also after an exception of a signal handler: the next request would get this answer.
+        # Also after an exception in a signal handler: otherwise the next request would get the
+        # answer of this request.
         except BaseException:
             connection.close()
             raise

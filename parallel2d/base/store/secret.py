@@ -9,7 +9,7 @@ import stat
 from parallel2d.base.errors import ConfigError
 
 VARIABLE = "PARALLEL2D_SECRET"
-# Stands for no secret: every process that reaches the store is trusted.
+# Used if a job has no secret: every process that reaches the store is trusted.
 PUBLIC_SECRET = "launch.insecure=true: this secret is public"
 _SHORTEST, _LONGEST = 32, 4096  # characters
 _HOW = (
@@ -40,11 +40,11 @@ def read_secret(path: str) -> str:
     """Read the secret from a file.
 
     Raises:
-        ConfigError: unless the file is regular, and readable by this user only or owned by root and
-            not readable by all users.
+        ConfigError: if the file is not regular, if neither this user nor root owns it, or if other
+            users can read it. If root owns it, a group may read it.
     """
     try:
-        # A pipe without a writer is refused below.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"launch.secret_file={path}: {error.strerror}") from None

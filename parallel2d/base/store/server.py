@@ -1,5 +1,5 @@
-"""Server of the store: `StoreServer`, a thread that holds keys in memory and answers clients that
-have the secret.
+"""Server of the store: `StoreServer`. A thread stores keys in memory and answers clients that have
+the secret.
 
 See [Note: mutual authentication] in `store`. A request is a list of fields and begins with its
 name. An answer is a list of fields and begins with ``ok``, ``late`` (the awaited keys were not set
@@ -35,13 +35,14 @@ from parallel2d.base.store.channel import (
     frame_length,
 )
 
-_PROOF_S = 20.0  # for a connection to prove the secret
+_PROOF_S = 20.0  # time in which a new connection must prove that it has the secret
 # Largest number of unproven connections; at most a quarter of the process's descriptors
 _UNPROVEN = 4096
-_LONGEST_WAIT_S = 3600.0  # between two polls of the deadlines
+_LONGEST_WAIT_S = 3600.0  # longest time between two checks of the deadlines
 _REPORTED = 100  # addresses
 _PIECE = 1 << 16
-_MOST_UNSENT = 1 << 20  # bytes of unread answers above which requests of the peer are not read
+# if a peer has not read more than this number of bytes of answers, its requests are not read
+_MOST_UNSENT = 1 << 20
 
 
 class StoreServer:
@@ -65,7 +66,8 @@ class StoreServer:
         self._waiting: dict[bytes, list[_Wait]] = {}
         self._deadlines: list[tuple[float, int, _Wait]] = []
         self._numbers = itertools.count()
-        self._unproven: dict[_Peer, float] = {}  # -> deadline of the proof, in order
+        # peer -> deadline of its proof, in the order of the deadlines
+        self._unproven: dict[_Peer, float] = {}
         self._told: set[str] = set()
         self._listener = listener
         self._woken, self._wake = socket.socketpair()
@@ -81,8 +83,8 @@ class StoreServer:
     def at(
         cls, host: str, port: int, secret: str, report: Callable[[str], None] | None = None
     ) -> StoreServer:
-        """Start a server on one address of this machine. ``port``: 0 for a free port. Raises as
-        `bind`."""
+        """Start a server on one address of this machine. ``port``: 0 for a free port. Raises
+        `ConfigError` as `bind` does."""
         listener, numeric = bind(host, port)
         return cls(listener, join_endpoint(numeric, listener.getsockname()[1]), secret, report)
 
@@ -131,15 +133,16 @@ class StoreServer:
                 return True
             if key.data is None:
                 self._accept()
-            elif not key.data.gone:  # dropped earlier in this round
+            elif not key.data.gone:  # otherwise the peer was dropped earlier in this round
                 with self._guarded(key.data):
                     self._attend(key.data, events)
         return False
 
     def _expire(self) -> float:
-        """End overdue connections and waits; return the seconds until the next deadline."""
+        """Drop connections whose proof is overdue, and answer requests whose timeout is over.
+        Return the seconds until the next deadline."""
         now = time.monotonic()
-        # In the order of arrival, so the first entry is due first.
+        # The entries are in the order of arrival, so the first deadline is the earliest.
         while self._unproven and next(iter(self._unproven.values())) <= now:
             peer = next(iter(self._unproven))
             self._drop(peer, suspect=bool(peer.inbox))
@@ -159,8 +162,8 @@ class StoreServer:
             if self._unproven:
                 self._drop(next(iter(self._unproven)))
             else:
-                # Authenticated peers hold all descriptors: a new connection must not make this loop
-                # spin.
+                # Authenticated peers use all descriptors. Without a pause, the waiting connection
+                # would make this loop run continuously.
                 time.sleep(0.05)
             return
         peer = _Peer(connection, str(address[0]) if address else "")
@@ -190,7 +193,8 @@ class StoreServer:
 
     @contextlib.contextmanager
     def _guarded(self, peer: _Peer) -> Iterator[None]:
-        """Context that ends only this connection after an error with it."""
+        """Context for work on one connection. After an error it drops this connection, and the
+        server continues."""
         try:
             yield
         except BlockingIOError:
@@ -245,7 +249,7 @@ class StoreServer:
         told = peer.address in self._told or len(self._told) >= _REPORTED
         if suspect and self._report is not None and not told:
             self._told.add(peer.address)
-            # A stopped terminal must not block the store.
+            # In a thread, because a stopped terminal must not block the store.
             threading.Thread(target=self._report, args=(peer.address,), daemon=True).start()
 
     # Requests
@@ -269,7 +273,7 @@ class StoreServer:
             return self._found(wanted)
         peer.wait = _Wait(peer, wanted, missing)
         self._await(peer.wait)
-        # The number orders equal times, because waits cannot be compared.
+        # The number decides between equal times, because `_Wait` objects cannot be compared.
         heapq.heappush(self._deadlines, (due, next(self._numbers), peer.wait))
         return None
 
@@ -286,7 +290,7 @@ class StoreServer:
             wait.missing.discard(key)
             if wait.missing or wait.over:
                 continue
-            # A key may have been deleted during the wait for others.
+            # A key may have been deleted while other keys were missing.
             wait.missing = set(wait.wanted) - self._values.keys()
             if wait.missing:
                 self._await(wait)

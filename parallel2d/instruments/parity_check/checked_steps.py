@@ -1,5 +1,5 @@
-"""Training steps on every rank, as in a user's training loop, each compared by a `StepComparison`:
-`certify_steps`."""
+"""Runs training steps on every rank, as in a user's training loop, and compares each step by a
+`StepComparison`: `certify_steps`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ _FEWEST_STEPS = 5
 
 
 def choose_steps(config: TrainConfig | ParallelConfig, notes: list[str]) -> int:
-    """Return the number of steps of the check. With a periodic exchange of parameters it covers two
-    periods, which are shortened in ``config``, and the arrival of the last fragment."""
+    """Return the number of steps of the check. With a periodic exchange of parameters, this
+    function shortens the period in ``config``. The steps then cover two periods and the arrival of
+    the last fragment."""
     sync = config.sync
-    # The number of replicas is not known yet, and does not change the following attributes.
+    # The number of replicas is not known yet. The attributes that are read here do not depend on
+    # it.
     method = method_of(config.strategy, sync, replicas=2)
     if method.warmup:
         notes.append("sync.warmup=0, to see steps after the first")
@@ -76,7 +78,8 @@ def certify_steps(checked: CheckedRun, meter: CommunicationMeter, steps: int) ->
             session.step(number)
     finally:
         meter.remove()
-        # Later code draws the same random numbers as after a fresh start.
+        # Reset the generators, so that later code draws the same random numbers as without the
+        # check.
         seed_everything(seed % 2**63, deterministic=False)
     found = None
     if session.comparison is not None:
@@ -105,14 +108,14 @@ class _CheckedSteps:
             checked.notes.append(
                 "dropout is off, since context and tensor ranks draw for their own parts"
             )
-            # The ranks of a data rank must draw the same numbers for the values that all of them
-            # hold.
+            # Ranks with the same data must draw the same random numbers for replicated values.
             _hold(record, "random numbers", {"": torch.get_rng_state()}, record.data_rank)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
         records = exchange.gather(record)
         if checked.shape.context > 1:
-            # The first forward runs additional forwards, which compare full with split sequences.
+            # The first forward also checks the context axis: it runs additional forwards with full
+            # and with split sequences.
             with undisturbed(checked.model):
                 checked.loss_of(checked.model, checked.read(1, record.data_rank)[0])
         self.comparison = StepComparison(checked) if records else None
@@ -120,7 +123,7 @@ class _CheckedSteps:
             self.comparison.begin(records, weights)
 
     def step(self, number: int) -> None:
-        """Run step ``number``, from 1, as in a user's training loop."""
+        """Run step ``number`` as in a user's training loop. The first step has number 1."""
         checked, model = self._checked, self._checked.model
         record = RankRecord(data_coordinate(checked.mesh))
         own = checked.read(number, record.data_rank)
@@ -148,7 +151,7 @@ class _CheckedSteps:
             self.comparison.compare(number, records, whole)
 
     def _gradients(self, record: RankRecord) -> dict[str, Tensor]:
-        """Return the gradients by FQN, with zeros for missing gradients: all ranks list the same
+        """Return the gradients by FQN. A missing gradient is zero, so that all ranks have the same
         names."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._updated.items():
@@ -165,7 +168,7 @@ class _CheckedSteps:
         return found
 
     def _after_update(self, record: RankRecord) -> dict[str, list[dict[str, Tensor]]]:
-        # Unsharded parameters of a forward would hide the updated local shards.
+        # After a forward, parameters may still be unsharded and have old values.
         reshard(self._checked.model)
         _hold(record, "weights", self._parameters, self._replica)
         weights = self._gather(self._parameters)
@@ -189,8 +192,8 @@ class _CheckedSteps:
 
     @torch.no_grad()
     def _gather(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Gather the unsharded ``tensors`` on the first rank: one dict, or with diloco one dict per
-        replica. The order of ``tensors`` is the same on all ranks."""
+        """Gather the unsharded ``tensors`` on the first rank. The result is a list of one dict, or
+        with diloco one dict per replica. All ranks must pass ``tensors`` in the same order."""
         log, self._meter.log = self._meter.log, None
         rank, first = dist.get_rank(), exchange.leader()
         replicas = 1 if self._outer is None else self._checked.shape.replicate

@@ -1,4 +1,5 @@
-"""Comparison of every collective of a step with the policy and among ranks: `CollectiveAudit`."""
+"""Compares every collective of a step with the configuration and between ranks:
+`CollectiveAudit`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class CollectiveAudit:
         found = self._too_narrow(step, ranks)
         mesh = self._checked.mesh
         for axis in axis_names(mesh):
-            # A rank without collectives is included.
+            # Ranks without collectives are included, with an empty log.
             logs = []
             for log in ranks:
                 logs.append([each for each in log if each.axis == axis])
@@ -80,7 +81,7 @@ class CollectiveAudit:
 
     def _other_bytes(self, step: int, axis: str, logs: Sequence[Log]) -> list[Discrepancy]:
         predicted = self._checked.predicted.get(f"comm/{axis}/bytes")
-        # The mean over ranks, because ranks send different updates of Muon.
+        # Compare the mean over ranks, because with Muon ranks send updates of different sizes.
         sent = sum(sum(each.sent for each in log) for log in logs) / len(logs)
         if not predicted or abs(sent / predicted - 1) <= _SHARE_OF_BYTES:
             return []
@@ -91,8 +92,8 @@ class CollectiveAudit:
 def _other_order(
     step: int, axis: str, pair: tuple[int, int], logs: Sequence[Log]
 ) -> list[Discrepancy]:
-    """Return a discrepancy if ranks of one group begin different collectives, or begin them in
-    another order."""
+    """Return a discrepancy if the two ranks ``pair`` of one group begin different collectives, or
+    begin them in different orders."""
     sequences = []
     for rank in pair:
         sequences.append(map(describe, logs[rank]))

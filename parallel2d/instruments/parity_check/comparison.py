@@ -1,4 +1,4 @@
-"""Comparison of the ranks' values with the reference run, on rank 0: `StepComparison`."""
+"""Compares the values of the ranks with the reference run, on rank 0: `StepComparison`."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from parallel2d.parallel.weights.named_tensors import tied_names
 from parallel2d.training.metrics.communication import LoggedCollective
 from parallel2d.training.optimizer import Muon
 
-# A cause explains a difference if less than this share of the difference remains.
+# A cause explains a difference if it accounts for all of the difference except this share.
 _LEFT = 0.02
 # Effect of one more rounding on the 2-norm of a tensor, in units of the dtype's eps
 _ROUNDINGS = 64
 
-# Unsharded tensors by FQN: with diloco of each replica, otherwise only of the first
+# Unsharded tensors by FQN: one mapping per replica with diloco, otherwise one for the first replica
 ByReplica = Sequence[Mapping[str, Tensor]]
 
 
 class Bounds:
     """Bounds of the relative errors of ``checked``, which depend only on its dtypes.
 
-    Where ranks run the same kernels as one process (no tensor axis, no compiler, no 8-bit floats),
-    their contributions are equal except for the order of sums inside kernels, and the remaining
-    error is the rounding of the sums over ranks. Otherwise partial sums are rounded to the compute
-    dtype.
+    Ranks run the same kernels as one process if the layout has no tensor axis, no compiler and no
+    8-bit floats. The contribution of a rank then equals the reference except for the order of sums
+    inside kernels, and the sums over ranks add rounding errors. With different kernels, partial
+    sums are also rounded to the compute dtype.
     """
 
     def __init__(self, checked: CheckedRun) -> None:
@@ -70,11 +70,12 @@ class Bounds:
         comm_format = checked.method.named_format
         coded = comm_format.bound[0 if same_kernels else 1] if comm_format is not None else 0.0
         self.loss = (computed + rounding) / 8
-        self.gradient = computed + sent + rounding  # of the mean norm of the contributions
+        self.gradient = computed + sent + rounding  # relative to the mean norm of the contributions
         self.norm = rounding / 4
-        # Relative to the update plus 4 units in the last place of the parameter. State in bf16
-        # instead of fp32 changes an update by 1e-3. Muon multiplies in bf16, and in another order
-        # if a matrix is split.
+        # The error of an update is relative to the update plus 4 units in the last place of the
+        # parameter. A mistake to detect: state in bf16 instead of fp32 changes an update by 1e-3.
+        # The bound for Muon is larger, because Muon multiplies in bf16, and in another order if a
+        # matrix is split.
         self.update = 0.05 if isinstance(checked.optimizer, Muon) else 20 * rounding
         if checked.method.replicas_equal:
             self.gradient += coded
@@ -86,7 +87,7 @@ class Bounds:
 
 
 def _computed(param: torch.dtype, same_kernels: bool, device_type: str) -> float:
-    """Return the error that computation in ``param`` may cause."""
+    """Return the relative error that computation in the dtype ``param`` may cause."""
     eps = torch.finfo(param).eps
     if not same_kernels:
         return 1000 * eps if param.itemsize >= 4 else 24 * eps
@@ -103,13 +104,14 @@ class RankRecord:
     """Results of one rank in a step, in addition to the values of parameters and gradients."""
 
     data_rank: int
-    forwards: int = 0  # micro-batches that ran
-    loss: float = 0.0  # summed over them
-    norm: float = 0.0  # of the gradient
+    forwards: int = 0  # number of forward passes, one per micro-batch
+    loss: float = 0.0  # summed over the micro-batches
+    norm: float = 0.0  # 2-norm of the gradient
     used: list[str] = field(default_factory=list)  # parameters that have a gradient
     # Kind of value -> name -> (group, region of the tensor, hash); equal within a group
     held: dict[str, dict[str, tuple[int, Region, int]]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # changed by forwards so far
+    # buffers that forward passes have changed so far
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     collectives: list[LoggedCollective] = field(default_factory=list)
 
 
@@ -118,7 +120,7 @@ class StepComparison:
 
     def __init__(self, checked: CheckedRun) -> None:
         self._checked = checked
-        # The records have the ranks of the mesh only.
+        # The records are only of ranks in the mesh.
         self._ranks = positions_in(checked.mesh)
         self._axes = axis_names(checked.mesh)
         self._bounds = Bounds(checked)
@@ -145,7 +147,8 @@ class StepComparison:
         )
 
     def begin(self, records: Sequence[RankRecord], weights: ByReplica) -> None:
-        """Compare the initial weights: every replica starts from the weights of one process."""
+        """Compare the initial weights of every replica with the weights of one process, and copy
+        the regions of the shards."""
         self._compare_copies(records)
         for replica, found in zip(self._run.replicas, weights, strict=True):
             self._equal("initial weight", found, replica.parameters)
@@ -156,7 +159,7 @@ class StepComparison:
             for each in records:
                 regions.add(each.held["weights"][name][1])
             in_order = sorted(regions, key=lambda region: region.offsets)
-            # Ranks without elements of the parameter hold no shard.
+            # A rank without elements of the parameter has no shard.
             self._run.sync.cuts[name] = [each for each in in_order if each.numel]
 
     def compare(
@@ -178,7 +181,7 @@ class StepComparison:
         for replica, wanted in enumerate(expected):
             self._gradients(replica, whole["gradients"][replica], wanted)
             self._norm_and_update(replica, whole["gradients"][replica], records)
-        # Bytes are predicted for groups of modules that run once per micro-batch of training.
+        # The prediction of bytes assumes that every FSDP group runs once per micro-batch.
         runs_once = set(self._run.plain.calls.values()) <= {sum(self._run.forwards)}
         logs = list(map(attrgetter("collectives"), records))
         for each in self._audit.check(step, logs, predictable=runs_once and step % 2 == 1):
@@ -285,7 +288,8 @@ class StepComparison:
                 self._differs(check, f"relative error {error:.1e}", parameter=name, **where)
 
     def _compare_copies(self, records: Sequence[RankRecord]) -> None:
-        """Compare the hashes of ranks of one group that hold the same region of a tensor."""
+        """Compare hashes between ranks: if two ranks of a group have the same region of a tensor,
+        their values must be equal."""
         for what, names in records[0].held.items():
             for name in names:
                 ranks: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -312,7 +316,7 @@ class StepComparison:
 
 
 def _error(found: Tensor, wanted: Tensor, size: float) -> float:
-    """Return the norm of the difference relative to ``size``; infinite instead of NaN."""
+    """Return the norm of the difference relative to ``size``. If it is NaN, return infinity."""
     wide = torch.promote_types(wanted.dtype, torch.float64)
     error = size_of(found.to(wide) - wanted.to(wide)) / max(size, 1e-30)
     return error if math.isfinite(error) else math.inf
@@ -321,8 +325,9 @@ def _error(found: Tensor, wanted: Tensor, size: float) -> float:
 def _cause(
     found: Tensor, expected: ReferenceGradient, before: Tensor | None, shape: MeshShape
 ) -> tuple[str, str | None]:
-    """Return the cause of a wrong gradient, if a single comparison shows it, and the axis if it is
-    known. ``before``: the expected gradient of the previous step."""
+    """Return the cause of a wrong gradient and its axis; an empty text or None if they are not
+    known. A cause is named only if it explains the difference. ``before``: the expected gradient of
+    the previous step."""
     wanted, later = expected.value, expected.later
     if not found.isfinite().all():
         return "it holds NaN or infinity", None
@@ -346,7 +351,7 @@ def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str |
     off = _is_off(found, wanted)
     product = (found[off] * wanted[off].conj()).sum().real
     factor = float(product / wanted[off].abs().square().sum().clamp(min=1e-30))
-    # A few numbers are always near some multiple of other numbers.
+    # With few values, the gradient may be near a multiple of the expected gradient by chance.
     if wanted.numel() < 8 or not _explains(wanted * factor, found, wanted):
         return "", None
     text = f"it is {factor:.4g} times what it should be"
@@ -361,8 +366,8 @@ def _factor(found: Tensor, wanted: Tensor, shape: MeshShape) -> tuple[str, str |
 
 
 def _is_off(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return a mask of the elements where ``found`` differs from ``wanted``; a fault may affect
-    only a part, such as the end of a bucket."""
+    """Return a mask of the elements where ``found`` differs from ``wanted``. A fault may affect
+    only some elements, such as the end of a bucket."""
     off = (found - wanted).abs()
     return off > 1e-3 * off.max()
 

@@ -40,15 +40,18 @@ def certify(
     tensor_plan: Mapping[str, object] | None = None,
 ) -> ParityReport:
     """Train some steps on ``mesh`` and compare them with a reference run in one process.
-    Collective; the report is the same on every rank, and numbers the ranks of ``mesh`` from 0.
-    Afterwards the random generators are reset to torch's seed.
+    Collective. The report is the same on every rank; in the report the ranks of ``mesh`` are
+    numbered from 0. After the check, the random generators are seeded with torch's initial seed.
 
     Args:
-        model: the plain model, with real weights or on meta. It is not changed; copies are trained.
-        config: the configuration for `parallelize`. A long ``sync.every`` is shortened in the copy.
+        model: the model before `parallelize`, with weights or on meta. It is not changed: the check
+            trains copies.
+        config: the configuration for `parallelize`. It is not changed: the check uses a copy, in
+            which a long ``sync.every`` is shortened.
         loss: ``loss(model, batch)`` returns a scalar, the sum over the samples of ``batch``.
-        batch: a global batch, the same on every rank: tensors, in lists, tuples or dictionaries,
-            with samples along dim 0; at least two samples for each data rank.
+        batch: a global batch, which must be the same on every rank. Tensors in lists, tuples or
+            dictionaries, with samples along dim 0. It needs at least two samples for each data
+            rank.
         optimizer: default AdamW.
         seed, init, tensor_plan: see `parallelize`.
 
@@ -83,7 +86,7 @@ def certify(
         loss_of=loss,
         read=lambda step, data_rank: _micro_batches(batch, step, data_rank, shape.data_ranks),
         count=_samples,
-        # Bytes of the tensor axis depend on the operations of the model.
+        # Without the tensor axis, whose bytes depend on the operations of the model.
         predicted=predicted_bytes(layout),
         plain=model,
         seed=seed,
@@ -100,9 +103,9 @@ def _samples(batch: Any) -> int:
 
 
 def _micro_batches(batch: Any, step: int, data_rank: int, data_ranks: int) -> list[Any]:
-    """Return the micro-batches of a data rank. The samples of a rank move by one in each step. Odd
-    steps have one micro-batch. Even steps have two, and the size of the second may differ between
-    data ranks."""
+    """Return the micro-batches of a data rank in ``step``. In each step the samples of a rank begin
+    one sample later. Odd steps have one micro-batch. Even steps have two micro-batches, and the
+    size of the second may differ between data ranks."""
     share = _samples(batch) // data_ranks
     begin = data_rank * share + step
     places = []

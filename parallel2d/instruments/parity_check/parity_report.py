@@ -15,7 +15,7 @@ from parallel2d.base import files
 from parallel2d.base.exchange import sendable
 
 FILE = "certificate.json"
-_SHOWN = 3  # discrepancies of each check
+_SHOWN = 3  # discrepancies of each check that a message lists
 
 
 @sendable
@@ -57,11 +57,12 @@ class ParityReport:
 
     layout: str
     model: str
-    bounds: dict[str, float]  # of relative errors
+    bounds: dict[str, float]  # largest allowed relative errors
     parameters: dict[str, ParameterRow]
     notes: list[str]
     discrepancies: list[Discrepancy] = field(default_factory=list)
-    collectives: dict[str, int] = field(default_factory=dict)  # begun by rank 0 in the last step
+    # number of collectives that rank 0 has begun in the last step
+    collectives: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
 
@@ -71,7 +72,7 @@ class ParityReport:
         for each in self.discrepancies:
             if (each.check, each.parameter, each.axis) != kind:
                 continue
-            # Copies of a weight differ because the copies of its gradient did, in the same step.
+            # In one step, copies of a weight differ only because the copies of its gradient differ.
             if each.step < found.step or found.check == "copies":
                 return
         self.discrepancies.append(found)
@@ -81,7 +82,8 @@ class ParityReport:
         return not self.discrepancies
 
     def write(self, folder: str) -> None:
-        """Write `FILE`. Non-finite numbers are written as strings, because JSON has none."""
+        """Write `FILE`. Non-finite numbers are written as strings, because JSON does not have
+        them."""
         versions = {"parallel2d": metadata.version("parallel2d"), "torch": str(torch.__version__)}
         text = json.dumps({"passed": self.passed, "versions": versions, **asdict(self)})
         text = json.dumps(json.loads(text, parse_constant=str), indent=1)

@@ -1,10 +1,10 @@
-"""Reference run in one process, on rank 0 with plain tensors: `ReferenceRun`.
+"""Reference run in one process, on rank 0, without `DTensor`: `ReferenceRun`.
 
-[Note: one step at a time] Every step is checked separately. The gradient is compared with the sum
-of the expected contributions of the data ranks, at the weights of the parallel model. The update is
-compared with the update of a plain optimizer for the gradient of the parallel model. After each
-comparison the reference takes over the values of the parallel model. This locates an error in its
-step and operation, and rounding errors do not accumulate over steps.
+[Note: one step at a time] Every step is checked separately. The reference computes the gradient at
+the weights of the parallel model, as the sum of the contributions of the data ranks. It computes
+the update by an optimizer without sharding, from the gradient of the parallel model. After each
+comparison the reference copies the values of the parallel model. Therefore a difference shows in
+which step and operation the error is, and rounding errors do not accumulate over steps.
 """
 
 from __future__ import annotations
@@ -66,17 +66,18 @@ class CheckedRun:
     config: ParallelConfig
     optimizer: torch.optim.Optimizer  # of ``model``
     optimizer_config: OptimizerConfig
-    loss_of: Callable[[Any, Any], Tensor]  # (either model, micro-batch) -> summed loss
-    # (step from 1, data rank) -> micro-batches; in odd steps as many as in training
+    # (parallel or reference model, micro-batch) -> summed loss
+    loss_of: Callable[[Any, Any], Tensor]
+    # (step from 1, data rank) -> micro-batches. Odd steps have as many micro-batches as training.
     read: Callable[[int, int], list[Any]]
     count: Callable[[Any], int]  # samples or tokens of a micro-batch; the loss is a mean over them
-    predicted: Mapping[str, float]  # axis -> bytes of a step, as configured
-    plain: nn.Module  # the user's model, with weights or on meta
+    predicted: Mapping[str, float]  # axis -> bytes of a step, predicted from the configuration
+    plain: nn.Module  # the user's model before `parallelize`, with weights or on meta
     seed: int
     init: Initializer | None
-    weights: Callable[[nn.Module], Container[str]] | None  # as of `parallelize`
+    weights: Callable[[nn.Module], Container[str]] | None  # the argument of `parallelize`
     notes: list[str]
-    construct: Callable[[], nn.Module] | None = None  # as of `WeightSource`
+    construct: Callable[[], nn.Module] | None = None  # the argument of `WeightSource`
 
     @property
     def method(self) -> SyncMethod:
@@ -85,14 +86,14 @@ class CheckedRun:
 
 
 def seed_forward(step: int, data_rank: int, number: int) -> None:
-    """Seed the generators of a forward, so that dropout is the same on ranks and in the
-    reference."""
+    """Seed the generators before a forward, so that dropout draws the same numbers on the ranks and
+    in the reference run."""
     seed_everything((step << 40) + (data_rank << 20) + number, deterministic=False)
 
 
 def switch_dropout_off(model: nn.Module) -> bool:
-    """Set every dropout to 0, because tensor ranks draw different numbers for their shards. True if
-    the model has dropout."""
+    """Set the probability of every dropout to 0, because tensor ranks draw different numbers for
+    their shards. Returns True if the model had dropout."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -104,8 +105,8 @@ def switch_dropout_off(model: nn.Module) -> bool:
 
 
 def plain_copy(checked: CheckedRun) -> nn.Module:
-    """Return a copy of the user's module with its initial weights, which are the constructor's or
-    drawn as by `parallelize`."""
+    """Return a copy of the user's module with initial weights. The weights are those of the
+    constructor, or are drawn as `parallelize` draws them."""
     module = copy.deepcopy(checked.plain)
     construct = checked.construct
     if construct is None and checked.init is None and checked.weights is None:
@@ -131,7 +132,7 @@ def plain_copy(checked: CheckedRun) -> nn.Module:
 
 
 class PlainModel:
-    """The model of ``checked`` on plain tensors, in the compute dtypes of the ranks."""
+    """The model of ``checked`` without sharding, in the compute dtypes of the ranks."""
 
     def __init__(self, checked: CheckedRun) -> None:
         module = plain_copy(checked)
@@ -146,7 +147,7 @@ class PlainModel:
             for _, parameter in direct_parameters(owner):
                 if parameter.is_complex():
                     parameter.data = parameter.data.to(dtype.to_complex())
-                # Parameters without dimensions are not unsharded by FSDP.
+                # FSDP does not unshard parameters without dimensions, so it does not cast them.
                 elif parameter.is_floating_point() and parameter.ndim:
                     parameter.data = parameter.data.to(dtype)
         for name, inner in checked.model.named_modules():
@@ -173,8 +174,8 @@ class PlainModel:
     def run(
         self, weights: Tensors, data_rank: int, batch: Any, scale: float
     ) -> tuple[float, dict[str, Tensor]]:
-        """Return the summed loss of a micro-batch, and by FQN the gradients of ``scale`` times this
-        loss."""
+        """Return the summed loss of a micro-batch, and the gradients of ``scale`` times this loss
+        by FQN."""
         named = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, parameter in named.items():
@@ -220,9 +221,10 @@ class ReferenceGradient:
     """Expected gradient of one parameter, a mean over ``ranks`` data ranks."""
 
     ranks: int
-    value: Tensor  # fp32 at least
-    later: Tensor | None = None  # contribution of all micro-batches but the first of each rank
-    size: float = 0.0  # mean of the contributions' 2-norms; errors are relative to it
+    value: Tensor  # in fp32 or a wider dtype
+    # the part of ``value`` from all micro-batches except the first of each rank
+    later: Tensor | None = None
+    size: float = 0.0  # mean of the 2-norms of the contributions; errors are relative to this mean
     used: bool = False
 
     def add(self, gradient: Tensor, number: int) -> None:
@@ -236,8 +238,9 @@ class ReferenceGradient:
 
 
 class ReferenceReplica:
-    """The parameters of one optimizer. ``parameters`` are the expected values, ``weights`` the
-    compute weights of the ranks, ``before`` the optimizer's weights before the update."""
+    """The parameters of one optimizer. ``parameters`` are the expected values. ``weights`` are the
+    weights with which the ranks compute. ``before`` are the weights of the optimizer before the
+    update."""
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, seed: int) -> None:
         self.parameters = dict(module.named_parameters())
@@ -255,7 +258,8 @@ class ReferenceReplica:
 
     @torch.no_grad()
     def take(self, weights: Tensors, updated: Tensors) -> None:
-        """Continue with the values of the ranks and their optimizers."""
+        """Copy the values of the ranks: ``updated`` after the optimizer step, and ``weights`` for
+        the forward passes."""
         for name, parameter in self.parameters.items():
             parameter.copy_(updated[name])
         self.weights = weights
@@ -268,7 +272,7 @@ class ReferenceRun:
     def __init__(self, checked: CheckedRun) -> None:
         self._checked = checked
         shape, method = checked.shape, checked.method
-        # One entry per optimizer: one per replica if replicas differ, otherwise one.
+        # One entry per replica if the parameters of replicas differ, otherwise one entry.
         self.replicas: list[ReferenceReplica] = []
         for _ in range(1 if method.replicas_equal else shape.replicate):
             replica = ReferenceReplica(plain_copy(checked), checked.optimizer_config, checked.seed)
@@ -276,7 +280,7 @@ class ReferenceRun:
         self.sync = ReferenceSync(checked, self.replicas)
         self.plain = PlainModel(checked)
         self.ranks_per_replica = shape.data_ranks // len(self.replicas)
-        # Gradients that replicas sum without rounding need not be stored separately.
+        # If replicas sum gradients without rounding, one sum is stored; otherwise one per replica.
         parts = 1 if method.gradients_are_exact else shape.replicate
         self._ranks_per_part = shape.data_ranks // parts
         # Summed losses and number of micro-batches of the last step, by data rank
@@ -284,8 +288,8 @@ class ReferenceRun:
         self.forwards: list[int] = []
 
     def gradients(self, step: int) -> list[dict[str, ReferenceGradient]]:
-        """Return the expected gradients of ``step``, from 1, by replica and FQN, at the weights of
-        the parallel model."""
+        """Return the expected gradients of ``step`` by replica and FQN. They are computed at the
+        weights of the parallel model."""
         data_ranks = self._checked.shape.data_ranks
         batches = []
         for data_rank in range(data_ranks):
@@ -365,7 +369,7 @@ class ReferenceSync:
             self._outer.after_update(step)
 
     def take(self, shared: Tensors) -> None:
-        """Continue with the shared parameters of the ranks."""
+        """Copy the shared parameters of the ranks."""
         if self._outer is not None:
             self._outer.shared = {name: value.clone() for name, value in shared.items()}
         self.before = shared

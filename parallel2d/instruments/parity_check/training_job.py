@@ -25,15 +25,17 @@ from parallel2d.training.data.batch import Batch
 from parallel2d.training.model_families import build_model
 from parallel2d.training.trainer import Trainer
 
-# Weights, weights of the previous step, gradients, two moments, and the parallel model
+# Estimated memory of the check in copies of the weights: weights of two steps, gradients, two
+# moments, and the parallel model
 _COPIES = 8
-_SHARE = 0.6  # of the free memory
+_SHARE = 0.6  # share of the free memory that the check may use
 _LAYERS = ("n_layers", "num_hidden_layers", "n_layer", "num_layers")  # keys of the layer count
 
 
 def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     """Train some steps on the job's layout and compare them with a reference run in one process.
-    Collective; the report is the same on every rank. The check leaves no other trace."""
+    Collective. The report is the same on every rank. The check writes no files and does not change
+    ``job``."""
     notes: list[str] = []
     config = copy.deepcopy(job.config)
     steps = choose_steps(config, notes)
@@ -42,7 +44,7 @@ def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     config.checkpoint.memory_every = 0
     config.metrics.communication = True
     config.metrics.tensorboard = False
-    # The data never end.
+    # The check reads more steps than training may have, so the data repeat without end.
     config.data.epochs = 0
     config.data.validation = {}
     config.train.epochs = None
@@ -52,11 +54,11 @@ def certify_job(job: Job, runtime: Runtime) -> ParityReport:
     trainer = build_trainer(quiet, runtime, quiet=True)
     meter = trainer.recorder.meter
     assert meter is not None
-    # Installed again only for the checked steps
+    # The meter is installed again for the checked steps.
     meter.remove()
     try:
         checked = _checked(trainer, notes)
-        # Run these forwards before the first step, because they do not belong to a step.
+        # The comparison of the head runs forwards that do not belong to a step, so it comes first.
         first = checked.read(1, data_coordinate(trainer.mesh))[0]
         trainer.loss.compare_head(trainer.model, first)
         return certify_steps(checked, meter, steps)
@@ -91,9 +93,9 @@ def _checked(trainer: Trainer, notes: list[str]) -> CheckedRun:
 
 def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
     """Return the micro-batches of a data rank in ``step``, with different samples in every step.
-    Odd steps have one global batch, as in training. Even steps have two, for gradient accumulation,
-    and the number of targets in the last micro-batch differs between data ranks; it is zero on the
-    last data rank."""
+    Odd steps have one global batch, as in training. Even steps have two global batches, to check
+    gradient accumulation. In even steps the last micro-batch has a different number of targets on
+    each data rank, and no target on the last data rank."""
     shape = mesh_shape(trainer.mesh)
     plan = plan_batches(trainer.config, shape, data_rank, pad=trainer.plan.pads)
     size = trainer.config.train.global_batch_size
@@ -111,8 +113,8 @@ def _micro_batches(trainer: Trainer, step: int, data_rank: int) -> list[Batch]:
 
 def fitting_model(model: Any, device: torch.device, notes: list[str]) -> Any:
     """Return a copy of the ``model`` section that fits in rank 0's memory, with fewer layers if
-    necessary. Collective. Raises `ConfigError` if the number of layers has no key, or a single
-    layer does not fit."""
+    necessary. Collective. Raises `ConfigError` if the model does not fit and the configuration has
+    no key for the number of layers, or if even one layer does not fit."""
     room = broadcast(free_bytes(device) * _SHARE)
     model = copy.deepcopy(model)
     settings = vars(model) if isinstance(model, LlamaModel) else model.arguments

@@ -1,8 +1,8 @@
 """``strategy=auto``: the layout that `python -m parallel2d.plan` chooses for the detected machines.
 Start at `with_chosen_layout`.
 
-The search runs in a separate process, because it needs a fake process group, and the calling
-process may be a rank, or may be about to fork ranks.
+The search runs in a separate process, because it creates a fake process group. The calling process
+may be a rank or may fork ranks later.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _lines(result: SearchResult) -> list[str]:
         f"            {chosen.time.seconds.total:.3g} s per step by the planner, the fastest of "
         f"{len(result.ranked)} that can run",
     ]
-    # The fastest layout that does not fit, and the best layout of another strategy or mesh
+    # Explain the fastest layout that does not fit, and the best layout of another strategy or mesh.
     slower = []
     for layout in result.ranked[place:]:
         is_other = layout.words[:4] != chosen.words[:4]

@@ -1,13 +1,14 @@
 """Cost of a job per rank and step, on the machines of ``cluster``: `cost_of`, and `JobCosts` for
 many layouts of one job.
 
-The cost is computed for the same `Layout` object that training applies. Data are not opened.
+The cost is computed from a `Layout`, the class that training applies. Files of data are not opened.
 
 [Note: a traced peak] With ``plan.verify=true`` the layout is applied on a fake process group, and
 forward and backward run on fake tensors under torch's memory tracker. The traced peak contains all
-allocations of this code, but on the device type ``cpu``. The traced peak does not contain the
-rounding of a GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of matrix
-libraries. Attention is torch's kernel for CPU, which saves as much for backward as flash attention.
+allocations of the step, but with the kernels of the device type ``cpu``. Three things are missing:
+the rounding of a GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of
+matrix libraries. Attention runs torch's CPU kernel, which saves as many bytes for backward as flash
+attention.
 """
 
 from __future__ import annotations
@@ -71,20 +72,20 @@ _MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """Figures of the peak-memory rank. Where ranks send different numbers of bytes, the bytes of
-    the first rank count."""
+    """The cost of one layout. Memory is that of the rank with the highest peak. If ranks send
+    different numbers of bytes, the bytes are those of the first rank."""
 
     layout: Layout
     topology: Topology
     places: Mapping[str, GroupPlacement]  # axis -> placement of its groups
     model: str
-    parameters: int  # elements of the whole model
+    parameters: int  # number of elements of all parameters of the model
     sample: SampleShape
     states: StateBytes
     moved: Mapping[str, float]  # ``comm/AXIS/bytes`` -> bytes that a rank sends per step
-    flops: int | None  # of one sample, forward and backward; None: not known
-    time: StepEstimate | str  # a text names the missing figures
-    predicted: PredictedMemory | str = ""  # a text is the reason why the peak is not known
+    flops: int | None  # FLOPs of one sample, forward and backward; None: not known
+    time: StepEstimate | str  # a text if the time is not known; it names the missing figures
+    predicted: PredictedMemory | str = ""  # a text if the peak is not known; it is the reason
     traced: int | None = None  # bytes at the peak, with ``plan.verify=true``
 
     @property
@@ -93,7 +94,8 @@ class LayoutCost:
 
     @property
     def needed(self) -> int:
-        """Bytes that the peak-memory rank needs, as far as they are known."""
+        """Bytes that the rank with the highest peak needs: the traced peak, otherwise the predicted
+        peak, otherwise only the states."""
         if self.traced is not None:
             return self.traced
         if isinstance(self.predicted, PredictedMemory):
@@ -102,13 +104,13 @@ class LayoutCost:
 
     @property
     def has_peak(self) -> bool:
-        """True if `needed` is the peak of a step; False if it counts only the states."""
+        """True if `needed` is the peak of a step; False if it contains only the states."""
         return self.traced is not None or isinstance(self.predicted, PredictedMemory)
 
 
 def cost_of(config: TrainConfig) -> LayoutCost:
-    """Return the cost of the job; with ``plan.verify=true`` its peak is traced too. Raises
-    `ConfigError` for a job that cannot run, as far as this is known without data and devices."""
+    """Return the cost of the job. With ``plan.verify=true`` the peak is traced too. Raises
+    `ConfigError` for a job that cannot run, if this is known without data and devices."""
     costs = JobCosts(config)
     cost = costs.with_peak(config, costs.cost(config))
     return costs.traced(config, cost) if config.plan.verify else cost
@@ -142,8 +144,8 @@ def planned_topology(config: TrainConfig) -> Topology:
 
 
 def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
-    """Return the needed and the available memory as text if the job exceeds the memory; None if it
-    fits, or if this is not known."""
+    """Return the needed and the available memory as text if the job does not fit into memory. None
+    if it fits, or if the memory is not known."""
     memory = config.cluster.device.memory_gib
     # With offloading the states are in the memory of the host.
     if memory is None or config.cpu_offload:
@@ -157,8 +159,9 @@ def excess(config: TrainConfig, cost: LayoutCost) -> str | None:
 
 
 class JobCosts:
-    """Costs of one model, batch and precision on one cluster, in any layout. Results that layouts
-    have in common are computed once. Raises `ConfigError` for a job that no layout can run."""
+    """Costs of one model, batch and precision on one cluster, for any layout. Results that are
+    equal for several layouts are computed once. Raises `ConfigError` for a job that cannot run with
+    any layout."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.topology = planned_topology(config)
@@ -174,9 +177,10 @@ class JobCosts:
         example = functools.partial(self._sample.example, 1)
         self._flops = count_flops(module, example, ModelLoss(config, self.parts).value)
         self._places: dict[MeshShape, Mapping[str, GroupPlacement]] = {}
-        # (sizes of the inner axes, bucketing) -> layout with one rank on the other axes
+        # Caches. The inner axes are the context and tensor axes. (sizes of the inner axes,
+        # bucketing) -> layout with one rank on the other axes
         self._layouts: dict[tuple[int, int, str], Layout] = {}
-        # (sizes of the inner axes, recomputation) -> traffic, and samples of the counted
+        # (sizes of the inner axes, recomputation) -> traffic, and number of samples of the counted
         # micro-batch
         self._over_tensor: dict[tuple[int, int, str], tuple[TensorTraffic | None, int]] = {}
         # (sizes of the inner axes, recomputation, bucketing, samples) -> events, or the reason
@@ -239,8 +243,8 @@ class JobCosts:
         return dataclasses.replace(cost, traced=traced)
 
     def _place(self, config: TrainConfig, shape: MeshShape) -> Mapping[str, GroupPlacement]:
-        """Return the placement of each axis. Raises `ConfigError` for an axis that crosses hosts by
-        accident."""
+        """Return the placement of each axis. Raises `ConfigError` for an axis that crosses hosts
+        although its groups would fit in one host."""
         if shape not in self._places:
             ranks = shape.place(self.topology)
             check_placement(ranks, self.topology, config.mesh.allow_cross_node)
@@ -274,7 +278,8 @@ class JobCosts:
 
     def _count_inner_axes(self, config: TrainConfig, layout: Layout) -> TensorTraffic | None:
         """Return the traffic of a micro-batch over the tensor and context axes; None if it is not
-        known. It is counted once per size and recomputation, and scaled by the samples."""
+        known. The traffic is counted once per sizes of these axes and recomputation, and multiplied
+        for other numbers of samples."""
         shape, work = layout.shape, layout.workload
         if layout.tensor_plan is None and shape.context == 1:
             return None
@@ -335,8 +340,8 @@ def _unknown_peak(config: TrainConfig) -> str:
 @contextlib.contextmanager
 def _inner_mesh(shape: MeshShape) -> Iterator[DeviceMesh | None]:
     """Yield a mesh with only the context and tensor axes of ``shape``, on a fake process group;
-    None without these axes. The operations of a model do not depend on the other axes, and large
-    meshes take long."""
+    None without these axes. The other axes are omitted because a large mesh takes long, and the
+    operations of a model do not depend on them."""
     inner = shape.inner
     if inner.world_size == 1:
         yield None
@@ -356,7 +361,7 @@ def _loss_of(config: TrainConfig, parts: ModelParts) -> LossOf:
             return functools.partial(loss.value, model)
         chunked = ChunkedHead(model, chunk, head)
         args, named = loss.arguments(inputs, targets)
-        # Computed once, to learn the model's operations on its logits.
+        # Run the head once, to record the operations of the model on its logits.
         with torch.no_grad():
             chunked.record(targets, *args, **named)
 
@@ -379,11 +384,12 @@ def _planned_sample(config: TrainConfig, parts: ModelParts) -> SampleShape:
 
 
 def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: LossOf) -> int:
-    """Return the peak bytes of one global batch of ``parts.module``, which is consumed, plus the
-    optimizer state of the peak-memory rank, which exists in every step but the first.
+    """Return the peak bytes of a step: the traced peak of one global batch, plus the optimizer
+    state of the rank with the largest state, because this state exists in every step except the
+    first. ``parts.module`` cannot be used afterwards.
 
-    See [Note: a traced peak]. At most two micro-batches run, because all later micro-batches are
-    like the second. Raises `ConfigError` for a model that cannot run on fake tensors.
+    See [Note: a traced peak]. At most two micro-batches run, because later micro-batches need the
+    same memory as the second. Raises `ConfigError` for a model that cannot run on fake tensors.
     """
     config, workload = layout.config, layout.workload
     # Blocks are traced without compilation, which needs tensors with values.
@@ -410,19 +416,19 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
                     during = config.sync.during_accumulation
                     for inputs, targets in accumulate(model, batches, during):
                         loss(inputs, targets).backward()
-                        # Resets only the statistics of modules, which may run once; the total peak
-                        # remains.
+                        # The tracker allows each module to run once. This resets the statistics of
+                        # modules, and not the total peak.
                         tracker.reset_mod_stats()
             except ConfigError:
                 raise
-            # A model may read values, which fake tensors do not have.
+            # Fake tensors have no values, so a model that reads values fails.
             except Exception as error:
                 reason = str(error).split("\n")[0]
                 raise ConfigError(
                     f"plan.verify=true: {type(parts.module).__name__} does not run on tensors "
                     f"without storage ({type(error).__name__}: {reason}); use plan.verify=false"
                 ) from error
-    # The only device
+    # The tracker has one entry, because all tensors are on one device.
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     states = state_bytes(layout)
     return int(snapshot["Total"]) + states.optimizer + states.masters + states.outer

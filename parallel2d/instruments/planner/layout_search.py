@@ -1,7 +1,7 @@
-"""Search for the fastest layout that fits into memory: `search`.
+"""Searches for the fastest layout that fits into memory: `search`.
 
-All layouts are ranked by their step time, and the fastest layout with a predicted peak that fits is
-chosen; with ``plan.verify=true`` its peak is traced too.
+All layouts are sorted by their step time. The search chooses the fastest layout whose predicted
+peak fits into memory. With ``plan.verify=true`` its traced peak must fit too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def search(
         config: the job.
         fixed: keys that keep their values: ``strategy``, ``mesh.AXIS``,
             ``activation_checkpointing``, ``train.micro_batch_size``.
-        costs: of the same job, with cached results.
+        costs: the `JobCosts` of the same job, with cached results.
 
     Raises:
         ConfigError: if no layout can run or fit, and if step times or peaks are not known.
@@ -78,8 +78,8 @@ def search(
         ranked.append(RankedLayout(layout, words_of(layout), cost, cost.time))
     if not ranked:
         raise NoLayoutError(f"no layout can run; the first one: {refusals[0][1]}")
-    # Among equally fast layouts, fewer and larger micro-batches come first, then the order of the
-    # candidates, which begins with the simplest.
+    # Among equally fast layouts, those with fewer, larger micro-batches come first. If these are
+    # equal too, the order of the candidates decides, in which simpler layouts come first.
     ranked.sort(key=lambda each: each.cost.layout.workload.accumulation)
     ranked.sort(key=lambda each: float(f"{each.time.seconds.total:.6g}"))
     too_large: list[RankedLayout] = []
@@ -97,10 +97,10 @@ def search(
 
 
 def _with_peak(layout: RankedLayout, costs: JobCosts, *, measures: bool = True) -> RankedLayout:
-    """Return ``layout`` with its peak, and with the reason if it does not fit. ``measures``: see
-    `JobCosts.with_peak`; False also disables tracing."""
+    """Return ``layout`` with its peak. If it does not fit, the result also has the reason.
+    ``measures``: see `JobCosts.with_peak`; False also disables tracing."""
     config, cost = layout.config, layout.cost
-    # A layout that is too large without activations needs no peak.
+    # If the states do not fit, the layout does not fit, and its peak is not computed.
     if not measures or excess(config, cost) is None:
         cost = costs.with_peak(config, cost, measures=measures)
     if measures and config.plan.verify and excess(config, cost) is None:
@@ -155,9 +155,9 @@ def _layouts_of(
 def _meshes(
     config: TrainConfig, costs: JobCosts, fixed: Collection[str]
 ) -> Iterator[tuple[StrategyConfig, MeshConfig]]:
-    """Yield strategies with meshes that use all ranks."""
+    """Yield each pair of a strategy and a mesh that uses all ranks."""
     given, world = config.mesh, costs.topology.world_size
-    # Fixed sizes
+    # The sizes that the user has fixed
     asked = {}
     for axis in ("replicate", "shard"):
         if f"mesh.{axis}" in fixed and getattr(given, axis) != "auto":
@@ -197,8 +197,8 @@ def _suits(strategy: StrategyConfig, mesh: MeshConfig, is_chosen: bool) -> bool:
 
 
 def _micro_batches(config: TrainConfig, fixed: Collection[str], data_ranks: int) -> list[int]:
-    """Return the powers of two that divide a rank's share of the batch, and the share itself. Other
-    sizes would be refused."""
+    """Return the candidates for the micro-batch size: the powers of two that divide the batch of a
+    data rank, and the complete batch. A size that does not divide the batch would be refused."""
     given = config.train.micro_batch_size
     if "train.micro_batch_size" in fixed and given != "auto":
         return [int(given)]
@@ -215,8 +215,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the overrides that choose this layout, in addition to the given overrides."""
-    # The search does not choose a context axis, which exists only if it was given.
+    """Return the overrides that select this layout if they are added to the user's overrides."""
+    # The search does not choose the size of the context axis. It is above 1 only if the user has
+    # set it.
     axes = []
     for axis in AXES:
         if axis != "context" or config.mesh.context != 1:

@@ -1,4 +1,5 @@
-"""Plans as text and as JSON: one layout, the ranking of a search, a scaling."""
+"""Formats plans as text and as JSON: the cost of one layout, the ranking of a search, or a
+scaling."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ def ranking_lines(result: SearchResult) -> list[str]:
     for layout in shown:
         needed = f"{layout.cost.needed / _GIB:.1f} GiB"
         if not layout.cost.has_peak:
-            # A lower bound from the states: peaks are computed only until a layout fits.
+            # The search computes no more peaks after a layout fits. Without a peak, the size of the
+            # states is a lower bound.
             needed = f"> {needed}"
         seconds = layout.time.seconds.total
         lines.append(f"{_INDENT}{seconds:>7.3f} s  {needed:>12}  {' '.join(layout.words)}")
@@ -187,8 +189,8 @@ def ranking_lines(result: SearchResult) -> list[str]:
 
 
 def _reason_lines(result: SearchResult) -> list[str]:
-    """Return the reasons that are not in the table: a batch too small for the cluster, and a fast
-    network."""
+    """Return lines about the choice that are not in the table: the batch is too small for the
+    cluster, or the network is fast."""
     lines, cost = [], result.chosen.cost
     batch, ranks = cost.layout.global_batch_size, cost.shape.world_size
     if batch < ranks:
@@ -213,7 +215,7 @@ def _shown(result: SearchResult) -> Sequence[RankedLayout]:
         if layout.words[:4] not in seen:
             seen.add(layout.words[:4])
             shown.append(layout)
-    # The fastest of the layouts that do not fit come last.
+    # The fastest layouts that do not fit come last.
     too_large = result.ranked[: min(place, _MOST_LINES // 2)]
     return [*shown[: _MOST_LINES - len(too_large)], *too_large]
 

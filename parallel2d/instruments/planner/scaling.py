@@ -30,7 +30,7 @@ class ScalingPoint:
 
 
 def samples_per_rank(layout: RankedLayout) -> float:
-    """Return tokens, or images, per second and rank."""
+    """Return the throughput per rank: tokens or images per second."""
     per_sample = layout.cost.sample.targets_per_sample
     return layout.time.samples_per_s * per_sample / layout.cost.shape.world_size
 
@@ -45,9 +45,10 @@ def wait_between_hosts(layout: RankedLayout) -> float:
 
 
 def scale(config: TrainConfig, fixed: Collection[str]) -> list[ScalingPoint]:
-    """Search the best layout of each of `COMPARED` on 8 to 16,384 ranks, doubling the nodes.
-    ``fixed``: see `search`. Raises `ConfigError` for keys that fit only one number of ranks, for a
-    batch that cannot grow with the ranks, and if step times are not known or no layout can run."""
+    """Search the best layout of each strategy in `COMPARED` on 8 to 16,384 ranks; the number of
+    nodes doubles. ``fixed``: see `search`. Raises `ConfigError` if a key is valid for only one
+    number of ranks, if the batch cannot grow with the ranks, if step times are not known, or if no
+    layout can run."""
     for key in ("strategy", "mesh.replicate", "mesh.shard"):
         if key in fixed:
             raise ConfigError(f"plan.scaling: omit {key}, which the table compares or varies")

@@ -1,5 +1,6 @@
 """Preflight check of a cluster before training, and measurements of the cluster for the planner.
 
-Ordinary ranks, started as by the train command, measure themselves and the axes of the job's mesh
-(`rank_measurement`), report on their nodes and judge the results (`verdict`).
+The check starts ranks as the train command does. The ranks measure their devices and the axes of
+the job's mesh (`rank_measurement`), collect facts about their nodes, and evaluate the results
+(`verdict`).
 """

@@ -1,4 +1,4 @@
-"""The preflight check, with the same sequence on every rank: `ClusterCheck`."""
+"""The preflight check: `ClusterCheck`. Every rank runs the same sequence of checks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _MARKS = {"red": "FAIL", "yellow": "warn"}
 
 
 class ClusterCheck:
-    """Check according to the arguments ``given``. The findings are equal on all ranks, and rank 0
-    prints them."""
+    """The check that the command-line arguments ``given`` describe. The findings are equal on all
+    ranks, and rank 0 prints them."""
 
     def __init__(self, runtime: Runtime, given: argparse.Namespace) -> None:
         self._runtime, self._given = runtime, given
         self._findings: list[Finding] = []
         topology, rank = runtime.topology, runtime.identity.rank
         self._own_ranks = topology.ranks_by_host[topology.hosts[rank]]
-        self._speaks = rank == self._own_ranks[0]  # reports for its node
+        # True on the rank that reports the facts about its node
+        self._speaks = rank == self._own_ranks[0]
 
     def run(self, config: TrainConfig) -> int:
         """Check the cluster for the job of ``config``, and return the exit code. Collective.
@@ -50,8 +51,8 @@ class ClusterCheck:
         nodes = self._compare_nodes()
         mesh = build_mesh(
             MeshSpec.from_config(config.mesh),
-            # strategy=auto chooses a layout only when the job starts; all its layouts use the axes
-            # of hybrid.
+            # With strategy=auto the layout is chosen when the job starts. All possible layouts use
+            # the axes of hybrid.
             "hybrid" if config.is_automatic else config.strategy,
             topology=topology,
             allow_cross_node=config.mesh.allow_cross_node,
@@ -92,7 +93,8 @@ class ClusterCheck:
         if self._speaks:
             facts = NodeFacts.collect(self._given.run_dir, len(self._own_ranks))
         nodes = list(filter(None, all_gather(facts)))
-        # A delayed rank seems to have a later time, so the smallest difference counts.
+        # A delay of a rank adds to its time, so the smallest difference of three measurements is
+        # used.
         ahead = [self._clocks_ahead() for _ in range(3)]
         self._add(judge_nodes(nodes, [min(each, key=abs) for each in zip(*ahead, strict=True)]))
         # If the first node cannot write to the folder, the check has no file to compare.

@@ -1,5 +1,5 @@
-"""Checks of gradients in ordinary ranks: parity checks of a small model in every communication
-format, and with late gradients."""
+"""Checks of gradients that run in the ranks of the preflight check: parity checks of a small model
+in every communication format, also with delayed gradients."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _check(runtime: Runtime, name: str) -> str:
 
 
 def compare(mesh: DeviceMesh, config: ParallelConfig, late: bool) -> ParityReport:
-    """Compare steps of a small model with one process, with `late_gradients` or without.
-    Collective."""
+    """Compare steps of a small model with a reference run in one process. ``late``: True to use
+    `late_gradients`. Collective."""
     device = current_device(mesh.device_type)
     torch.manual_seed(0)
     model = build_model(LlamaModel(dim=64, n_layers=2, hidden_dim=128)).module
@@ -112,9 +112,9 @@ def late_gradients(device: torch.device, products: int = 8) -> Iterator[None]:
     """Delay the write of each group's gradients on the stream that writes them: the reduce-scatter
     stream, or the compute stream if the shard axis has one rank.
 
-    The gradients are NaN until ``products`` products of large matrices are done, which the host
-    issues in microseconds and an accelerator computes in some 20 ms. A stream that does not wait
-    for the writing stream reads NaN.
+    Before each write, the stream fills the gradients with NaN and computes ``products`` products of
+    large matrices. The host issues these in microseconds, and an accelerator computes them in about
+    20 ms. A stream that does not wait for the writing stream reads NaN.
     """
     size = 64 if device.type == "cpu" else 4096
     factor = torch.zeros(size, size, device=device)

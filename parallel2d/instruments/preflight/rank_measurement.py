@@ -1,7 +1,7 @@
-"""Collective measurements of all ranks: `RankMeasurement`.
+"""Measures ranks and the links between them, on all ranks together: `RankMeasurement`.
 
-All ranks measure at the same time, so that ranks share the processors, memory and network of a host
-as they do in training. The slowest rank counts.
+All ranks measure at the same time, so that they share the processors, the memory and the network of
+a host as in training. The result of the slowest rank is used.
 """
 
 from __future__ import annotations
@@ -46,34 +46,37 @@ _COLLECTIVES: dict[str, Callable[..., object]] = {
     "all_to_all": lambda whole, _, other, group: dist.all_to_all_single(other, whole, group=group),
 }
 _SMALLEST, _GROWTH = 4096, 8
-_TRIES = 3  # per link; the best counts, because a burst of other traffic is not a slow link
+# Measurements per link. The best is used, because other traffic may disturb a measurement.
+_TRIES = 3
 
 
 class CollectiveSample(NamedTuple):
     """One measured collective."""
 
     collective: str
-    whole_bytes: int  # of its larger side
+    whole_bytes: int  # bytes of the larger of input and output
     steps: float  # number of latencies
-    link_bytes: float  # in one direction, on a rank's link inside a node or else the node's link
+    # bytes in one direction, on the link of the rank inside its node or on the link of the node
+    link_bytes: float
     seconds: float
 
 
 class FittedLink(NamedTuple):
     """Link in the planner's model of a collective: steps times latency plus bytes over bandwidth
-    (`cost.collectives`). The bandwidth is infinite if more bytes took no longer."""
+    (`cost.collectives`). The bandwidth is infinite if larger collectives took no longer than
+    smaller collectives."""
 
     bytes_per_s: float
     latency_s: float
 
 
 class RankMeasurement:
-    """Measurement together with all other ranks. Every rank calls the same methods in the same
-    order.
+    """Measurement of this rank together with all other ranks. All ranks must call the same methods
+    in the same order.
 
     Args:
         seconds: duration of each measurement.
-        largest_bytes: largest collective.
+        largest_bytes: size of the largest collective.
     """
 
     def __init__(
@@ -101,9 +104,9 @@ class RankMeasurement:
         self.flops = self._flops(self._usual)
 
     def cluster_keys(self, nodes: Sequence[NodeFacts]) -> dict[str, Any]:
-        """Return the keys of `ClusterConfig` except for its name, and measure the figures that do
-        not belong to an axis. Raises `ConfigError` if nodes differ, or if an axis uses both kinds
-        of links."""
+        """Measure the figures that do not belong to an axis, and return the keys of `ClusterConfig`
+        except for its name. Raises `ConfigError` if nodes differ, or if an axis uses links inside
+        nodes and between nodes."""
         if len({node.ranks for node in nodes}) > 1:
             raise ConfigError(
                 "--write: nodes have different numbers of ranks: give all one --nproc"
@@ -125,8 +128,8 @@ class RankMeasurement:
         return keys
 
     def _axes_of_links(self) -> dict[str, str]:
-        """Return kind of link -> an axis with groups that use only this kind; the shard axis is
-        preferred."""
+        """Return kind of link -> an axis whose groups use only links of this kind. The shard axis
+        is preferred."""
         found = {}
         for axis in sorted(self._places, key=lambda axis: axis == "shard"):
             place = self._places[axis]
@@ -149,7 +152,7 @@ class RankMeasurement:
         return all_gather(2 * size**3 / self._seconds_of(lambda: left @ right))
 
     def _collectives(self, axis: str) -> list[CollectiveSample]:
-        """Measure the collectives of training on all groups of ``axis`` at once."""
+        """Measure the collectives of training on all groups of ``axis`` at the same time."""
         group, place, found = group_of(self._mesh, axis), self._places[axis], []
         for name, call in _COLLECTIVES.items():
             for size in self._sizes:
@@ -162,16 +165,15 @@ class RankMeasurement:
                 steps = inner if place.is_inside else outer
                 carried = sent if place.is_inside else place.groups_per_host * sent
                 found.append(CollectiveSample(name, whole.nbytes, steps, carried, seconds))
-                # Measure at least two sizes, and further sizes until the next one would take too
-                # long.
+                # Measure at least two sizes. Stop when the next size would take too long.
                 if size > self._sizes[0] and seconds * _GROWTH > 4 * self._seconds:
                     break
         return found
 
     def _neighbours(self, axis: str) -> list[RankLink]:
-        """Measure the link from each rank of the groups of ``axis`` to the next rank. Links that
-        share a rank take turns: the even links, the odd links, and for an odd number of ranks the
-        last link."""
+        """Measure the link from each rank in the groups of ``axis`` to the next rank. Two links
+        with a common rank are not measured at the same time: first the even links, then the odd
+        links, and for an odd number of ranks the last link."""
         group = group_of(self._mesh, axis)
         ranks = dist.get_process_group_ranks(group)
         own = group.rank()
@@ -187,7 +189,8 @@ class RankMeasurement:
             if turns[own] == turn:
                 dist.send(payload, ranks[(own + 1) % len(ranks)], group)
             elif turns[own - 1] == turn:
-                # Timed at the receiver: for a sender, bytes in a kernel buffer count as sent.
+                # The receiver measures the time: a send may return while the bytes are still in a
+                # buffer of the kernel.
                 dist.recv(payload, ranks[own - 1], group)
                 self._wait()
                 fastest = min(fastest, time.perf_counter() - begin)
@@ -257,7 +260,8 @@ class RankMeasurement:
         return float(reduce(torch.tensor(value, dtype=torch.float64), op="max"))
 
     def _meet(self) -> None:
-        """Wait for the issued work of the device, and over gloo for all ranks."""
+        """Wait until the device has finished its work, and until all ranks have called this
+        method."""
         self._wait()
         self._largest(0.0)
 
@@ -266,9 +270,9 @@ class RankMeasurement:
 
 
 def fit_link(samples: Sequence[CollectiveSample]) -> FittedLink:
-    """Fit the bandwidth between the smallest and the largest size of each collective, and the
-    latency from the remaining time of all samples. Both are medians, which a disturbed measurement
-    does not change."""
+    """Fit a bandwidth and a latency. The bandwidth is computed from the smallest and the largest
+    size of each collective, and the latency from the remaining time of all samples. Both are
+    medians, so that a few disturbed measurements have no effect."""
     by_name = defaultdict(list)
     for sample in samples:
         by_name[sample.collective].append(sample)

@@ -1,5 +1,5 @@
-"""The self-check: the list of its checks, the rows of its table, and the checks that run the train
-command. `gradient_checks` has the checks in ordinary ranks."""
+"""The self-check: the names of its checks, the rows of its table, and the checks that run the train
+command. `gradient_checks` has the checks that run in the ranks of the preflight check."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WIRES = SyncConfig.__dataclass_fields__["wire"].metadata["choices"]
 WIRES = tuple(f"sync.wire={name}" for name in _WIRES if name not in ("auto", "fp32"))
 GRADIENTS = ("streams", "fp32", "bf16", *WIRES, "compile=block")
 RUNS = ("resume", "memory-checkpoint", "killed-rank", "replica-loss")
-CHECKED_BACKEND = "gloo"  # by replica-loss: nccl2 needs several nodes
+CHECKED_BACKEND = "gloo"  # the backend that the check replica-loss uses; nccl2 needs several nodes
 STEPS, SAVED, KILLED = 6, 3, 5
-_BOUND = 1e-5  # for relative differences of losses in fp32
+_BOUND = 1e-5  # largest allowed relative difference of losses in fp32
 _KILL = (
     "train.hooks=[parallel2d.instruments.preflight.gradient_checks:KillOnce]",
     "launch.max_restarts=1",
@@ -74,7 +74,8 @@ def check_runs(chosen: Sequence[str], ranks: int, cluster_file: str | None = Non
 
 
 def _add_backend(path: str) -> None:
-    """Note in the cluster file that training continues after the loss of a replica."""
+    """Write to the cluster file the backend with which training continues after the loss of a
+    replica."""
     text = Path(path).read_text()
     lines = [line for line in text.splitlines() if not line.startswith("replica_backend:")]
     lines.append(f"replica_backend: {CHECKED_BACKEND}")
@@ -98,7 +99,8 @@ class _Runs:
         return self._compared("resumed", first=SAVED + 1)
 
     def memory(self) -> str:
-        # Without replicas all ranks restart on every kind of device, before the first save to disk.
+        # With one replica, all ranks restart on every kind of device. No checkpoint is saved to
+        # disk.
         words = ("strategy=zero3", "checkpoint.every=0", "checkpoint.memory_every=1")
         output = self._train("memory", *words, *_KILL)
         if "\nresumed after step" not in output:
@@ -125,8 +127,8 @@ class _Runs:
         return self._losses("undisturbed")
 
     def _compared(self, name: str, first: int = 1) -> str:
-        """Compare the losses from step ``first`` on with an undisturbed run, and return the
-        outcome."""
+        """Compare the losses from step ``first`` to the end with a run without a failure, and
+        return the outcome."""
         losses = self._losses(name)
         if sorted(losses) != list(range(first, STEPS + 1)):
             return f"FAILED: steps {sorted(losses)} instead of {first} to {STEPS}"

@@ -1,4 +1,5 @@
-"""Facts about nodes, `NodeFacts`, and their evaluation: `judge_nodes`, `judge_speeds`."""
+"""Collects facts about nodes (`NodeFacts`), and finds faults in facts and measurements
+(`judge_nodes`, `judge_speeds`)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ RankLink = tuple[int, int, float]
 
 _GIB = 1 << 30
 _CLOCK_S = 1.0
-# Shares of the usual speed. Shared processors and networks vary over time, GPUs do not.
+# A rank or link below this share of the usual speed is slow. The share for GPUs is higher, because
+# the speed of shared processors and networks varies over time.
 _SLOW, _SLOW_GPU = 0.5, 0.9
 
 
@@ -40,7 +42,7 @@ class Finding(NamedTuple):
 
     level: str  # red: training fails or is wrong; yellow: training is slow, or may fail later
     check: str
-    text: str  # names the node and the cause
+    text: str  # message with the node and the cause
 
 
 @sendable
@@ -53,7 +55,7 @@ class NodeFacts:
     required: dict[str, str]
     device: str  # model of the first GPU, or of the processor
     device_bytes: int  # memory of the smallest GPU, or a rank's share of the node's memory
-    faults: list[Finding]  # of this node, independent of other nodes
+    faults: list[Finding]  # faults that do not depend on other nodes
 
     @classmethod
     def collect(cls, run_dir: str, ranks: int) -> NodeFacts:
@@ -126,11 +128,12 @@ def judge_nodes(nodes: Sequence[NodeFacts], clocks: Sequence[float]) -> list[Fin
             hosts[node.required.get(key, "none")].append(node.host)
         usual = max(
             hosts, key=lambda value: len(hosts[value])
-        )  # of equally frequent values the first node's
+        )  # if two values are equally frequent, the value of the first node
         for value in hosts.keys() - {usual}:
             text = f"{first_five(hosts[value], ', ')}: {key} {value}, the others {usual}"
             found.append(Finding("red", "versions", text))
-    # Relative to the median, a wrong clock of the first node is reported only for this node.
+    # Clocks are compared with the median. Otherwise a wrong clock of the first node would be
+    # reported for all other nodes.
     middle = median(clocks) if len(clocks) > 2 else 0.0
     for node, ahead in zip(nodes, clocks, strict=True):
         found += node.faults
@@ -168,8 +171,9 @@ def judge_speeds(
 
 
 def _slow(check: str, speeds: Mapping[str, float], share: float, unit: str) -> list[Finding]:
-    """Return findings for speeds below ``share`` of the usual speed. A third of all ranks or links
-    reach the usual speed, because one slow node of three slows two of the three links of a ring."""
+    """Return findings for speeds below ``share`` of the usual speed. The usual speed is one that a
+    third of all ranks or links reach: in a ring of three nodes, one slow node slows two of the
+    three links."""
     found = []
     fastest = sorted(speeds.values(), reverse=True)
     for where, speed in speeds.items():

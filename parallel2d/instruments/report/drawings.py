@@ -46,7 +46,7 @@ _SYMBOLS = {
     "stop": "square",
 }
 _COLOURS = qualitative.Dark24
-# Colors of measured and predicted bytes of each axis
+# Colors of the bars for measured and predicted bytes, one pair per axis
 _PAIRS = ("#1f77b4", "#aec7e8", "#d62728", "#ff9896", "#2ca02c", "#98df8a")
 ValueOf = Callable[[Run, str], float]
 
@@ -84,7 +84,7 @@ def _curves(runs: Sequence[Run]) -> go.Figure:
     drawn: list[Run] = []  # the rows of each trace
     for number, run in enumerate(runs):
         colour = _COLOURS[number % len(_COLOURS)]
-        # With few runs the first lines are wider, so that equal curves are visible.
+        # With few runs, the lines of the first runs are wider, so that equal curves are visible.
         line = {"color": colour, "width": 1.8 + 1.6 * max(0, min(len(runs), 4) - 1 - number)}
         for place, key in enumerate(shown.values(), 1):
             curve = go.Scatter(x=run[keys.STEP], y=run[key], line=line, connectgaps=True)
@@ -189,7 +189,8 @@ def _styled(figure: go.Figure, height: int, top: int) -> go.Figure:
 
 
 def _short(name: str) -> str:
-    """Shorten a path for a page of 400 pixels. Both ends are kept, because both are informative."""
+    """Shorten a path for a page of 400 pixels. The middle is removed, because both ends are
+    informative."""
     return html.escape(name if len(name) < 25 else f"{name[:12]}…{name[-12:]}")
 
 

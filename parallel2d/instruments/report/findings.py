@@ -1,9 +1,9 @@
-"""Findings about runs that need action: `describe_runs`. Each of the other public functions returns
-the sentences of one kind, or none if the rows do not show them.
+"""Findings about runs that need action: `describe_runs`. Each other public function returns the
+sentences about one kind of finding; none if the rows do not show it.
 
-[Note: noise] Another program on the same cores slows only some steps of a run; an effect of the
-layout, the data or a machine is permanent. So waits and slow ranks are reported only if each
-quarter of the rows shows them, for at least 20 rows.
+[Note: noise] Another program on the same cores slows only some steps of a run. An effect of the
+layout, the data or a machine is permanent. Therefore waits and slow ranks are reported only if a
+run has at least 20 rows and each quarter of the rows shows the effect.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from parallel2d.instruments.report.runs import (
 from parallel2d.training.metrics import keys
 
 EQUAL = 1e-4  # largest relative difference of losses that are called equal
-WAITED = 0.10  # smallest share of a step for a wait that is reported
+WAITED = 0.10  # a wait is reported if it takes at least this share of a step
 LOW_GOODPUT = 0.9
-SKEWED = 1.2  # slow rank: busy time relative to the mean of the ranks
+SKEWED = 1.2  # a rank is slow if its busy time exceeds the mean of the ranks by this factor
 FEWEST_ROWS = 20  # [Note: noise]
 
 
@@ -45,7 +45,7 @@ def describe_runs(runs: Sequence[Run]) -> list[str]:
 
 
 def equal_losses(runs: Sequence[Run]) -> list[str]:
-    """Return sentences about runs with the losses of the first run, at all shared steps."""
+    """Return sentences about runs whose losses equal those of the first run at all shared steps."""
     first, *others = runs
     equal: dict[str, float] = {}
     for other in others:

@@ -1,4 +1,4 @@
-"""Tables of a report, as text: `tables`. Events of a run: `events_of`."""
+"""Creates the tables of a report (`tables`), and lists the events of a run (`events_of`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTE_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _UNITS = {**dict.fromkeys(BYTES.values(), BYTE_UNITS), **dict.fromkeys(LOST.values(), TIME_UNITS)}
 _UNITS |= dict.fromkeys((keys.STEP_S, keys.WALL_S), TIME_UNITS)
-# Formats of values without these units
+# Formats of values that have neither unit
 _FORMS = {
     "share": "{:.1%}",
     "difference": "{:+.2%}",
@@ -51,7 +51,8 @@ _MEANS = {
 
 
 def fitting_unit(value: float, units: Mapping[str, float]) -> str:
-    """Return the largest of ``units`` for a number of at least 1; for zero the unit of size 1."""
+    """Return the largest of ``units`` in which ``value`` is at least 1. For zero, return the unit
+    of size 1."""
     smaller = bisect_right(list(units.values()), abs(value or 1.0))
     return list(units)[max(0, smaller - 1)]
 
@@ -161,8 +162,8 @@ def _times(run: Run) -> TextRow:
 
 def events_of(run: Run) -> list[tuple[str, float, str]]:
     """Return (kind, step, text) of the events of a run: starts with their changes, checkpoints,
-    replicas that failed or rejoined, and the end of a stopped run. The row with the seconds of a
-    checkpoint marks the checkpoint."""
+    replicas that failed or rejoined, and the end of a stopped run. The event of a checkpoint is at
+    the step of the row that has its seconds."""
     found: list[tuple[str, float, str]] = []
     # The first start is compared with itself, which gives no changes.
     for before, segment in pairwise((*run.segments[:1], *run.segments)):

@@ -25,7 +25,7 @@ td{padding:.25em .7em;border-bottom:1px solid #ddd}
 td div{width:max-content;max-width:min(36em,75vw)}
 tr:first-child,td:first-child{font-weight:600}
 """
-# No other buttons: one button of plotly.js sends the data to a service.
+# Only these buttons of plotly.js, because another button sends the data to a service.
 BUTTONS = ["toImage", "zoom2d", "pan2d", "resetScale2d"]
 
 
@@ -63,7 +63,7 @@ def page(runs: Sequence[Run]) -> str:
     for number, (title, figure) in enumerate(drawings(runs).items()):
         drawn = figure.to_html(
             {"responsive": True, "displaylogo": False, "modeBarButtons": [BUTTONS]},
-            include_plotlyjs=number == 0,  # once, whole
+            include_plotlyjs=number == 0,  # the complete library, only with the first figure
             full_html=False,
             default_height=f"{figure.layout.height}px",
             div_id=f"figure-{number}",
@@ -74,7 +74,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def _html_table(heading: str, rows: Sequence[TextRow]) -> str:
     lines = [tuple(rows[0]), *map(tuple, map(dict.values, rows))]
-    # A transposed table of many columns and few rows needs no scrolling.
+    # Transpose a table with many columns and few rows, so that it needs no horizontal scrolling.
     if len(lines[0]) > max(6, len(rows)):
         lines = list(zip(*lines, strict=True))
     parts = [f"<h2>{heading}</h2><div class=table><table>"]

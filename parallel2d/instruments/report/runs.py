@@ -1,5 +1,5 @@
-"""Reading of run directories (`find_runs`, `read_run`), and division of a run at changes of its
-layout (`parts_of`). The contents of a directory are untrusted, and are checked before use.
+"""Reads run directories (`find_runs`, `read_run`), and divides a run at changes of its layout
+(`parts_of`). The contents of a directory are untrusted and are checked before use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel2d.training.metrics import keys
 from parallel2d.training.metrics.metrics_row import Row, read_lines, read_rows
 from parallel2d.training.run_directory.start import Segment, read_segments
 
-# The step, in rows with a non-finite loss, which the writer stores as null
+# In rows with a non-finite loss, which the writer stores as null, this key has the step
 NOT_FINITE = "report/loss_not_finite"
 # Label in a report -> key: phases of a step, bytes of an axis, waits, causes of lost time
 PHASES = {phase.replace("_", " "): keys.time_key(f"{phase}_s") for phase in keys.PHASES}
@@ -30,7 +30,8 @@ BYTES = {axis: keys.communication_key(axis, "bytes") for axis in keys.AXES}
 WAITS = {f"waits for {axis}": keys.communication_key(axis, "exposed_seconds") for axis in keys.AXES}
 LOST = {cause.replace("_", " "): keys.lost_key(cause) for cause in keys.LOSSES}
 RATES = (keys.TOKENS_PER_S, keys.MODEL_TFLOPS_PER_RANK, keys.MFU)
-# Measured for every step. Joined rows have the mean of these keys, and the newest value of others.
+# Keys that are measured for every step. If rows are joined, the result has the mean of these keys,
+# and the newest value of all other keys.
 _MEANS = (
     *(keys.STEP_S, keys.time_key("checkpoint_s"), keys.SKEW, *RATES),
     *(*PHASES.values(), *BYTES.values(), *WAITS.values()),
@@ -41,7 +42,7 @@ _NEWEST = (
     *(keys.WALL_S, keys.PEAK_GIB, keys.PEAK_RSS_GIB, keys.SLOWEST_RANK, *LOST.values()),
     *(keys.REPLICAS, keys.REPLICAS_JOINED, keys.REPEATED_SAMPLES, keys.REPLICAS_LOST_S),
 )
-# Other numbers are dropped, which bounds the memory of a row.
+# Other keys of a row are dropped, so that the memory of a row is limited.
 COLUMNS = {key: place for place, key in enumerate((*_MEANS, *_NEWEST))}
 _MOST_ROWS = 2_000  # number of points of a curve
 _LARGEST_OBJECT = 2**20
@@ -55,7 +56,7 @@ class Run:
     """Contents of one run directory, or of a part of the run.
 
     ``table`` [rows, `COLUMNS`] has the numbers of ``metrics.jsonl``, with NaN for missing numbers.
-    ``before`` is the row before the first.
+    ``before`` is the row before the first row of ``table``.
     """
 
     name: str
@@ -74,16 +75,17 @@ class Run:
         return self[key][~np.isnan(self[key])]
 
     def last(self, key: str) -> float:
-        """Return the newest value that is not NaN, or NaN if all are."""
+        """Return the newest value of ``key`` that is not NaN; NaN if all values are NaN."""
         return float(np.append(math.nan, self.known(key))[-1])
 
     def total(self, key: str) -> float:
-        """Return the growth over the rows of ``key``, a total since the first start of the run."""
+        """Return the growth of ``key`` over the rows. The values of ``key`` are totals since the
+        first start of the run."""
         return self.last(key) - float(np.nan_to_num(self.before[COLUMNS[key]]))
 
     def mean(self, key: str) -> float:
-        """Return the mean over the rows that have ``key``; for rates weighted by the seconds of the
-        steps."""
+        """Return the mean over the rows that have ``key``. The mean of a rate is weighted by the
+        seconds of the steps."""
         weights = self[keys.STEP_S] if key in RATES else np.ones(len(self.table))
         weights = np.where(np.isnan(self[key]), 0.0, np.nan_to_num(weights))
         return ratio(float(np.nan_to_num(self[key]) @ weights), float(weights.sum()))
@@ -91,7 +93,7 @@ class Run:
     def predicted(self, key: str) -> float:
         """Return the layout's prediction for ``key``; NaN if it is not a number."""
         predictions = self.layout.get("predicted")
-        # The file may have been edited.
+        # A user may have edited the file, so the type is checked.
         return files.number(predictions.get(key)) if isinstance(predictions, dict) else math.nan
 
 
@@ -156,7 +158,8 @@ def _read_object(path: str) -> dict[str, Any]:
 
 
 def _read_rows(path: str) -> Numbers:
-    """Return [rows, `COLUMNS`]. Above `_MOST_ROWS` rows, two, three, ... rows are joined."""
+    """Return the numbers in the file as [rows, `COLUMNS`]. Consecutive rows are joined if the file
+    has more than `_MOST_ROWS` rows."""
     found: list[Numbers] = []
     with files.open_regular(path) as file:
         length = sum(1 for _ in read_lines(file)) // _MOST_ROWS + 1
@@ -181,7 +184,7 @@ def _numbers(rows: Iterable[Row]) -> Iterator[list[float]]:
 
 def _joined(rows: Numbers) -> Numbers:
     """Join several rows; see `_MEANS`."""
-    # No measurement is as large, and sums of such numbers would not be finite.
+    # No measurement is larger than this limit. Sums of larger numbers could be infinite.
     rows[np.abs(rows) > _LARGEST_NUMBER] = math.nan
     is_known = ~np.isnan(rows)
     joined = np.nansum(rows, axis=0) / np.maximum(1, is_known.sum(axis=0))
@@ -192,14 +195,14 @@ def _joined(rows: Numbers) -> Numbers:
 
 
 def parts_of(*runs: Run) -> list[Run]:
-    """Return the runs, with each run that changed its layout divided into one part per layout."""
+    """Return the runs. A run that changed its layout is divided into one part per layout."""
     parts: list[Run] = []
     for run in runs:
         starts, kinds = {}, {}
         for segment in run.segments:
             starts[segment.number] = segment
             kinds[segment.number] = _kind_of(segment.layout)
-        # None: no line of segments.jsonl describes the start.
+        # None for rows of a start that has no line in segments.jsonl
         of_rows = np.array(list(map(kinds.get, run[keys.SEGMENT])), dtype=object)
         begins = np.flatnonzero(of_rows[1:] != of_rows[:-1]) + 1
         before = run.before

@@ -8,5 +8,5 @@ code.
 from parallel2d.base.files.tensor_file import DamagedCheckpointError
 from parallel2d.training.checkpoint.checkpointer import Checkpointer
 from parallel2d.training.checkpoint.in_memory import in_memory_checkpoints
-from parallel2d.training.checkpoint.manifest import Checkpoint
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.storage import CheckpointError

@@ -45,7 +45,8 @@ from parallel2d.training.checkpoint.in_memory import (
     forget_in_memory_checkpoints,
 )
 from parallel2d.training.checkpoint.local_state import Staging
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, to_json
+from parallel2d.training.checkpoint.manifest import Manifest, to_json
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.resume import Resume
 from parallel2d.training.checkpoint.save import (
     Group,

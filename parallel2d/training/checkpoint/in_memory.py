@@ -61,7 +61,8 @@ from parallel2d.training.checkpoint.local_state import (
     local_parts,
     pack,
 )
-from parallel2d.training.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
+from parallel2d.training.checkpoint.manifest import MANIFEST, Manifest
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.save import Group, SavedState
 from parallel2d.training.checkpoint.storage import (
     CheckpointError,

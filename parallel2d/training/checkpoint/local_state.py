@@ -1,9 +1,10 @@
-"""The state of one rank (its local shards) as one file. `pack` lays the file out and `Staging`
-copies it to CPU. `LocalState` reads the file on a rank at the same position of any replica with the
-same state.
+"""The format of in-memory checkpoints: one file with the local shards of one rank.
 
-In-memory checkpoints use these files, a joining replica receives one from another replica, and a
-checkpoint on disk consists of one file per rank.
+`pack` chooses the layout of the file, and `Staging` copies the shards to CPU memory. `LocalState`
+reads the file on a rank at the same position of any replica with the same state.
+
+A joining replica receives a file in this format from another replica. A checkpoint on disk consists
+of one such file per rank.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from parallel2d.base.files.tensor_file import DTYPE_NAMES, DamagedCheckpointErro
 from parallel2d.parallel.weights.geometry import Region, local_part, local_region
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
-    Checkpoint,
     Chunk,
     Manifest,
     StoredTensor,
     chunk_key,
 )
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.storage import step_name
 
 STATE = "state.safetensors"

@@ -25,13 +25,8 @@ from parallel2d.parallel.sync.ema import ema_of
 from parallel2d.parallel.weights.named_tensors import masters_were_loaded
 from parallel2d.parallel.weights.optimizer_settings import Settings, put_settings
 from parallel2d.training.checkpoint.in_memory import InMemoryCheckpoints
-from parallel2d.training.checkpoint.manifest import (
-    MANIFEST,
-    MAX_BYTES,
-    Checkpoint,
-    Manifest,
-    from_json,
-)
+from parallel2d.training.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest, from_json
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.save import Group
 from parallel2d.training.checkpoint.state import (
     check_model,

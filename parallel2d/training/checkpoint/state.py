@@ -45,7 +45,8 @@ from parallel2d.parallel.weights.named_tensors import (
 )
 from parallel2d.parallel.weights.optimizer_settings import Settings, match_settings
 from parallel2d.parallel.weights.states import new_state_tensor, state_dtype
-from parallel2d.training.checkpoint.manifest import Checkpoint, Manifest, from_json
+from parallel2d.training.checkpoint.manifest import Manifest, from_json
+from parallel2d.training.checkpoint.reader import Checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""Names of all measurements: keys of the rows in ``metrics.jsonl``, and tags in TensorBoard. This
-module does not import torch, so that a report does not need torch."""
+"""TensorBoard tags of all measurements, which are also the keys of the rows in ``metrics.jsonl``.
+Does not import torch, because reports do not need torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
 """Compare forward and backward in parallel2d with torch's DDP and FSDP2: seconds, memory and collectives of a step.
 
     torchrun --nproc-per-node=2 tools/bench/gpu/against_torch.py [--precision bf16] [--compile] [--steps 20] [--rounds 3]
-    python tools/bench/gpu/against_torch.py      # one device: collectives of 2 x 2 ranks that do not exist return at once
+    #     python tools/bench/gpu/against_torch.py # one device: rank 0 of 2 x 2 ranks; collectives
+    # return immediately
 
-Both sides have the same parameter sizes, dtypes, groups of parameters and loss. The agreement of parallel2d on used parameters has no
-equivalent in torch and is left out. The number of collectives of each kind shows that neither side has others. The model on GPUs is the Llama
-of `step_flops.py`; on CPU a tiny Llama shows that the script runs. *Host* is the time until the last kernel of a step is queued. Variants take
-turns; the figures are medians of the rounds. DDP reduces gradients in the dtype of the parameters and is compared only in fp32.
+
+Both sides have the same parameter sizes, dtypes, groups of parameters and loss. The all-reduce of
+used parameters in parallel2d has no equivalent in torch and is omitted. The table has the number of
+collectives of each kind, to show that both sides have the same collectives. The model on GPUs is
+the Llama of `step_flops.py`; on CPU a tiny Llama shows that the script runs. *Host* is the time
+until the last kernel of a step is queued. Variants take turns; the figures are medians of the
+rounds. DDP reduces gradients in the dtype of the parameters and is compared only in fp32.
 """
 
 from __future__ import annotations

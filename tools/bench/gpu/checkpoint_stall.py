@@ -2,9 +2,10 @@
 
     python tools/bench/gpu/checkpoint_stall.py [--steps 40] [--every 10] [--folder FOLDER]
 
-On a GPU, the model is the Llama of 1B parameters in bf16 with fused AdamW, 2 x 1024 tokens. On the CPU, a tiny Llama only shows that the
-script runs. A checkpoint is copied to the host during the step that saves, and written to ``--folder`` (default: the folder for temporary
-files) while later steps run. *Stall* is the median of the steps that save minus the median of the others.
+On a GPU, the model is the Llama of 1B parameters in bf16 with fused AdamW, 2 x 1024 tokens. On the
+CPU, a tiny Llama only shows that the script runs. The step that saves copies the checkpoint to the
+host. The checkpoint is written to ``--folder`` (default: the folder for temporary files) while
+later steps run. *Stall* is the median of the steps that save, minus the median of all other steps.
 """
 
 from __future__ import annotations

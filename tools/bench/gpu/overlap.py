@@ -1,12 +1,15 @@
-"""Compare late gradients with one process, and measure the seconds that the delay adds to a step.
+"""Check training with delayed gradients against one process, and measure the seconds that the delay
+adds to a step.
 
     torchrun --nproc-per-node=2 tools/bench/gpu/overlap.py [--precision bf16] [--compile] [--steps 10]
 
-Each reduce-scatter, and with one rank on the shard axis each gradient, is NaN until 8 products of large matrices are done on its stream. This
-is the check `streams` of `python -m parallel2d.preflight --self-check`, which needs no script, with other precisions and compiled blocks. The
-exit code is 1 if a gradient differs. *Late* is a step of the Llama of `step_flops.py` with this delay in every group. It exceeds *plain* only by
-the delay that backward does not hide. Two GPUs run `ddp` and one shard group, four and more also 2 x k. On CPU a tiny Llama shows that the
-script runs.
+The output of each reduce-scatter is NaN until 8 products of large matrices are done on its stream.
+If the shard axis has one rank, the same holds for each gradient. `python -m parallel2d.preflight
+--self-check` runs the same check under the name `streams`; this script adds other precisions and
+compiled blocks. The exit code is 1 if a gradient differs. *Late* is the time of a step of the Llama
+of `step_flops.py` with this delay in every group, and *plain* the time without the delay. The
+difference is the delay that backward does not hide. Two GPUs run `ddp` and one shard group; four or
+more GPUs also run 2 x k. On CPU a tiny Llama shows that the script runs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python tools/bench/gpu/step_flops.py [--steps 20] [--rounds 3]
 
-On a GPU, the model is the Llama of 1B parameters in bf16, 2 x 4096 tokens, blocks compiled, fused AdamW, gradients clipped. On the CPU, a
-tiny Llama without compilation only shows that the script runs. Each round builds and frees the variants one after the other; the figures are
-medians of the rounds. float8 needs a GPU with float8 units, and torchao.
-MFU counts the FLOPs of the model against the bf16 peak of the data sheet, also with float8.
+On a GPU, the model is the Llama of 1B parameters in bf16, 2 x 4096 tokens, blocks compiled, fused
+AdamW, gradients clipped. On the CPU, a tiny Llama without compilation only shows that the script
+runs. Each round builds, measures and frees the variants one after the other. The figures are
+medians of the rounds. float8 needs torchao and a GPU with float8 units. MFU is the model's FLOPs
+per second divided by the bf16 peak of the data sheet, also with float8.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def hand_written(llama: dict[str, Any], device: torch.device) -> Step:
-    """Return the step of a plain `fully_shard` loop."""
+    """Return the step of a hand-written `fully_shard` loop."""
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     with torch.device(device):

@@ -26,7 +26,7 @@ from torch import Tensor
 from parallel2d.base.device import sent_to
 from parallel2d.parallel.sync.formats import fused_quantize
 
-BLOCK = 256
+BLOCK = 256  # values; `HALF` of the fused kernels is half a block
 _SCALE_BYTES = 4  # of one fp32
 
 

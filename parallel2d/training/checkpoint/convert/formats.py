@@ -27,7 +27,6 @@ from parallel2d.base.files.tensor_file import DTYPES, ByteSource, DamagedCheckpo
 from parallel2d.parallel.weights.geometry import Region
 from parallel2d.training.checkpoint.manifest import (
     MANIFEST,
-    Checkpoint,
     Chunk,
     Manifest,
     StoredFile,
@@ -37,6 +36,7 @@ from parallel2d.training.checkpoint.manifest import (
     is_list_of_names,
     require,
 )
+from parallel2d.training.checkpoint.reader import Checkpoint
 from parallel2d.training.checkpoint.state import names_under
 from parallel2d.training.checkpoint.storage import LocalStore
 

@@ -1,9 +1,5 @@
-"""The exit codes of the commands: `exit_code_of`.
-
-0: success. 1: a failure. 2: invalid settings. 75: preempted, saved, continue later
-(``launch.requeue_exit_code``). 130: interrupted. `base.replicas.states` has the exit code of a rank
-whose replica is not a member any more.
-"""
+"""Runs a command and converts its exceptions into exit codes: `exit_code_of`. The codes are in
+`base.exit_codes`."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from parallel2d.base.errors import ConfigError
+from parallel2d.base.exit_codes import FAILED, INTERRUPTED, INVALID
 from parallel2d.base.files import for_terminal
 from parallel2d.launching.failures import Preempted, WorkersFailed
 
@@ -20,7 +17,7 @@ def exit_code_of(
     start: Callable[[], int | None],
     *,
     faults: tuple[type[Exception], ...] = (ConfigError,),
-    invalid: int = 2,
+    invalid: int = INVALID,
     interrupted: str = "interrupted",
 ) -> int:
     """Return the exit code of a command. Prints one line for an exception.
@@ -29,7 +26,7 @@ def exit_code_of(
         start: the command. Returns an exit code, or None for 0.
         faults: exceptions with the exit code ``invalid``.
         invalid: exit code for invalid settings.
-        interrupted: message for an interrupt without one; its exit code is 130.
+        interrupted: message for an interrupt without one; its exit code is `INTERRUPTED`.
     """
     text: object
     try:
@@ -39,10 +36,10 @@ def exit_code_of(
     except Preempted as preempted:
         text, code = preempted, preempted.exit_code
     except WorkersFailed as error:
-        text, code = error, 1
+        text, code = error, FAILED
     except KeyboardInterrupt as error:
-        text, code = str(error) or interrupted, 130
-    if code == 130:  # another Ctrl-C ends this process without a traceback
+        text, code = str(error) or interrupted, INTERRUPTED
+    if code == INTERRUPTED:  # another Ctrl-C ends this process without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     print(f"parallel2d: {for_terminal(text)}", file=sys.stderr)
     return code
