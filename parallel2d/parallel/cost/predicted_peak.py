@@ -6,7 +6,8 @@ It adds the allocations of sharding to the activations of an unsharded model
 [Note: memory of sharding] An unsharded group has its parameters in memory, except with a shard
 axis of one rank without casts, where unsharded parameters are aliases of the sharded parameters.
 The output of the last all-gather stays until the next all-gather. In backward the next groups are
-prefetched, as many as ``prefetch.backward`` says. Unsharded gradients of a group are copied for the
+prefetched, as many as ``prefetch.backward`` says. Large groups outside of the blocks stay unsharded
+between forward and backward. Unsharded gradients of a group are copied for the
 reduction, and the copy stays until the next group's copy. The root's parameters are also freed
 after forward, and gathered again before the first gradient. Sums of gradients appear group by group
 in the first micro-batch, and stay. If replicas exchange gradients in another format, or each
@@ -106,7 +107,8 @@ class _Step:
         shape, config = layout.shape.sharding, layout.config
         self._events = events
         self._is_sharded = shape.shard > 1
-        self._frees = config.strategy.placement.reshard_after_forward and self._is_sharded
+        frees = config.strategy.placement.reshard_after_forward and self._is_sharded
+        self._frees = [frees and not group.stays_unsharded for group in layout.groups]
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [
@@ -149,7 +151,7 @@ class _Step:
                     self._gathered_order.append(event.group)
                     if self._is_sharded and group.gathered:
                         held.returned = group.gathered
-                case "free" if self._frees:
+                case "free" if self._frees[event.group]:
                     held.gathered -= group.gathered
                 case "gather_again":
                     self._gather_again(event.group, group, event.now)
@@ -164,7 +166,7 @@ class _Step:
             self.at_peak = replace(self._held)
 
     def _gather_again(self, number: int, group: _Group, activations: int) -> None:
-        if not self._frees:
+        if not self._frees[number]:
             self._held.returned = 0
             return
         # The group is gathered by the recomputation, and again by the gradient of the output.
@@ -183,7 +185,7 @@ class _Step:
             before = before[: before.index(number)]
         self._held.returned = 0
         for each in before[::-1][: self._ahead]:
-            if each != self._root and each not in self._whole:
+            if each != self._root and each not in self._whole and self._frees[each]:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:

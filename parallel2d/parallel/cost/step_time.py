@@ -253,7 +253,7 @@ class _Estimate:
                 gather=self._collective("all_gather", traffic.gathered(group), "shard"),
                 scatter=self._collective(collective, scattered, "shard"),
                 reduce=0.0,
-                frees=frees,
+                frees=frees and not group.stays_unsharded,
             )
             found += [seconds] * count
             in_order += [group] * count

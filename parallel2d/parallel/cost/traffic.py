@@ -38,7 +38,10 @@ def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) ->
                 hidden.append(part)
             stored = parameter.stored
     item = min(items, default=4)
-    return GroupTraffic(gathered, reduced, item, tuple(trained), tuple(hidden), stored, replicas)
+    stays_unsharded = any(parameter.stays_unsharded for parameter in group)
+    return GroupTraffic(
+        gathered, reduced, item, tuple(trained), tuple(hidden), stored, replicas, stays_unsharded
+    )
 
 
 class AxisTraffic:
@@ -87,7 +90,8 @@ class AxisTraffic:
         """
         layout = self.layout
         accumulation, method = layout.workload.accumulation, layout.method
-        gathers = 2 if layout.config.strategy.placement.reshard_after_forward else 1
+        frees = layout.config.strategy.placement.reshard_after_forward
+        gathers = 2 if frees and not group.stays_unsharded else 1
         scatters = 1 if layout.config.sync.during_accumulation == "none" else accumulation
         _, scattered = self.scattered(group)
         shard = accumulation * gathers * self.gathered(group) + scatters * scattered

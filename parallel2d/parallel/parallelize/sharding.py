@@ -77,7 +77,15 @@ def shard(
     shards = mesh_shape(mesh).shard > 1
     replicated = set(layout.replicated_of(model))
     alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
+    unsharded: set[nn.Module] = set()
+    for group in layout.groups:
+        if group.stays_unsharded:
+            unsharded.update(map(model.get_submodule, group.modules))
+    first_of_each: list[nn.Module] = []
     for modules, policy in layout.groups_of(model):
+        stays_unsharded = modules[0] in unsharded
+        if stays_unsharded:
+            first_of_each.append(modules[0])
         for module in modules:
             # Before `fully_shard`: post-forward hooks run in the order of their registration, and
             # FSDP's hook must see the outputs after views were replaced. See [Note: views and
@@ -89,13 +97,32 @@ def shard(
             mesh=alone if modules[0] in replicated and alone is not None else mesh["shard"],
             # One rank sends nothing, so nothing is rounded to the communication dtype.
             mp_policy=policy if shards else replace(policy, reduce_dtype=None),
-            reshard_after_forward=config.strategy.placement.reshard_after_forward,
+            reshard_after_forward=config.strategy.placement.reshard_after_forward
+            and not stays_unsharded,
             offload_policy=offload,
             ignored_params=ignored or None,
         )
     if layout.shape.replicate > 1 or replicated:
         _place_on_all_axes(model, mesh, replicated)
+    if first_of_each:
+        _gather_with_root(model, first_of_each)
     return model
+
+
+def _gather_with_root(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Gather the groups of ``modules`` at the begin of each forward of ``model``.
+
+    See [Note: groups outside of the blocks] in `bucketing`.
+    """
+
+    def gather(*_: Any) -> None:
+        # The embedding runs first, and is the last of the groups.
+        for module in reversed(modules):
+            assert isinstance(module, FSDPModule)
+            module.unshard()
+
+    # After the pre-forward hook of FSDP, which initializes all groups in the first forward.
+    model.register_forward_pre_hook(gather)
 
 
 def _mesh_of_this_rank(device_type: str) -> DeviceMesh:
