@@ -223,7 +223,7 @@ def count(config):
 
 
 class ByWeight(nn.Module):
-    """Uses the weights of its embedding and its head without a call of the head."""
+    """Uses the weights of its embedding and its head before the first call of a module."""
 
     def __init__(self):
         super().__init__()
@@ -233,12 +233,11 @@ class ByWeight(nn.Module):
         self.head = nn.Linear(4, 16, bias=False)
 
     def forward(self, tokens):
+        weight = self.embedding.weight + 2 * self.head.weight
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        hidden = self.norm(hidden)
-        weight = self.embedding.weight + 2 * self.head.weight
-        return nn.functional.linear(hidden, weight)
+        return nn.functional.linear(self.norm(hidden), weight)
 
 
 def _outer_groups(strategy):
@@ -280,7 +279,8 @@ def _outer_groups(strategy):
 )
 def test_groups_outside_of_the_blocks_are_gathered_once(ranks, strategy, gathers, elements):
     for counts, sizes, worst in ranks.run(2, _outer_groups, strategy):
-        assert counts == {"allgather": gathers, "reduce_scatter": 4}
+        # The gradient of the head's weight arrives after the gradients of the norm were reduced.
+        assert counts == {"allgather": gathers, "reduce_scatter": 2 + 3}
         assert sizes["allgather"] == elements
         assert worst < 1e-10
 
