@@ -272,6 +272,22 @@ def _outer_groups(strategy):
     return counter.counts, counter.elements, worst
 
 
+def test_large_modules_outside_of_the_blocks_form_two_groups():
+    config = BucketingConfig("block")
+
+    def groups(**changes):
+        with torch.device("meta"):
+            model = training.build_llama(**{"dim": 256, "vocab_size": 2**16, **changes})
+        names = {module: name for name, module in model.named_modules()}
+        found = bucketing_module.outer_groups(model, find_blocks(model), config, {})
+        return [[names[module] for module in group] for group in found]
+
+    # 2**16 rows of 256 values in fp32 are 64 MiB.
+    assert groups() == [["norm", "output"], ["embedding"]]
+    assert groups(tie_embeddings=True) == []
+    assert groups(vocab_size=2**16 - 8) == []
+
+
 # Per rank of two: a block has 24 elements, the embedding 32, and norm and head 36.
 @pytest.mark.parametrize(
     ("strategy", "gathers", "elements"),
