@@ -112,6 +112,7 @@ class GroupTraffic(NamedTuple):
     hidden_shapes: tuple[torch.Size, ...]  # the shapes in ``reduced_shapes`` of hidden matrices
     stored_itemsize: int  # bytes of an element of the sharded parameters
     replicas: int
+    stays_unsharded: bool = False  # between forward and backward, under every strategy
 
     @property
     def reduced_numel(self) -> int:
