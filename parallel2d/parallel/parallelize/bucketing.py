@@ -147,7 +147,7 @@ def _parameters_of(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
-    """Return the ids of modules whose trained parameters are all complex.
+    """Return the ids of modules with trained parameters that are all complex.
 
     These modules need separate groups because a group has one dtype. Empty if all trained
     parameters of the model are complex.
