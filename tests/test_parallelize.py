@@ -29,6 +29,7 @@ from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.gradients import clip_gradient_norm
 from parallel2d.parallel.model_structure import find_blocks
+from parallel2d.parallel.parallelize import bucketing as bucketing_module
 from parallel2d.parallel.weights.initial_values import InitialWeights
 
 
@@ -219,6 +220,85 @@ def count(config):
     with CollectiveCounter() as counter:
         model(tokens).sum().backward()
     return counter.counts
+
+
+class ByWeight(nn.Module):
+    """Uses the weights of its embedding and its head before the first call of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 16, bias=False)
+
+    def forward(self, tokens):
+        weight = self.embedding.weight + 2 * self.head.weight
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.linear(self.norm(hidden), weight)
+
+
+def _outer_groups(strategy):
+    """Return the collectives of the second step, and the largest difference of a gradient."""
+    mesh = build_mesh(MeshSpec(), strategy)
+    torch.manual_seed(0)
+    plain = ByWeight().double()
+    config = ParallelConfig(strategy, precision="fp64")
+    large, bucketing_module.LARGE_BYTES = bucketing_module.LARGE_BYTES, 1
+    try:
+        model = parallelize(copy.deepcopy(plain), mesh, config)
+    finally:
+        bucketing_module.LARGE_BYTES = large
+    optimizers = [torch.optim.SGD(each.parameters(), 0.01) for each in (plain, model)]
+    tokens = torch.arange(8).view(2, 4)
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain(tokens).square().sum().backward()
+        with CollectiveCounter() as counter:
+            model(tokens).square().sum().backward()
+        expected = {name: each.grad.clone() for name, each in plain.named_parameters()}
+        worst = 0.0
+        for name, each in model.named_parameters():
+            difference = (each.grad.full_tensor() - expected[name]).abs().max()
+            worst = max(worst, difference.item() / expected[name].abs().max().item())
+        # The next forward must not use the weights of a forward without backward.
+        with torch.no_grad():
+            model(tokens)
+        for optimizer in optimizers:
+            optimizer.step()
+    return counter.counts, counter.elements, worst
+
+
+def test_large_modules_outside_of_the_blocks_form_two_groups():
+    config = BucketingConfig("block")
+
+    def groups(**changes):
+        with torch.device("meta"):
+            model = training.build_llama(**{"dim": 256, "vocab_size": 2**16, **changes})
+        names = {module: name for name, module in model.named_modules()}
+        found = bucketing_module.outer_groups(model, find_blocks(model), config, {})
+        return [[names[module] for module in group] for group in found]
+
+    # 2**16 rows of 256 values in fp32 are 64 MiB.
+    assert groups() == [["norm", "output"], ["embedding"]]
+    assert groups(tie_embeddings=True) == []
+    assert groups(vocab_size=2**16 - 8) == []
+
+
+# Per rank of two: a block has 24 elements, the embedding 32, and norm and head 36.
+@pytest.mark.parametrize(
+    ("strategy", "gathers", "elements"),
+    [("zero3", 2 * 2 + 2, 2 * 2 * 24 + 32 + 36), ("zero2", 2 + 2, 2 * 24 + 32 + 36)],
+)
+def test_groups_outside_of_the_blocks_are_gathered_once(ranks, strategy, gathers, elements):
+    for counts, sizes, worst in ranks.run(2, _outer_groups, strategy):
+        # The gradient of the head's weight arrives after the gradients of the norm were reduced.
+        assert counts == {"allgather": gathers, "reduce_scatter": 2 + 3}
+        assert sizes["allgather"] == elements
+        assert worst < 1e-10
 
 
 class Block(nn.Sequential):

@@ -14,6 +14,8 @@ import pytest
 import torch
 import training
 
+from parallel2d.base.config import PrefetchConfig
+
 STRATEGIES = ("ddp", "zero2", "zero3", "hybrid_zero2", "hybrid", "hybrid_full")
 BUCKETINGS = ("none", "layer", "block", "size")
 TENSOR = (1, 2)
@@ -118,6 +120,35 @@ def check_case(ranks, case, **options):
 @pytest.mark.parametrize("case", COVER, ids=named)
 def test_fp64_equals_plain_pytorch_on_every_layout(ranks, case):
     check_case(ranks, case)
+
+
+def train_in_outer_groups(tensor, config, options):
+    """`training.train` with modules outside of the blocks of any size in their own groups."""
+    from parallel2d.parallel.parallelize import bucketing
+
+    large, bucketing.LARGE_BYTES = bucketing.LARGE_BYTES, 1
+    try:
+        return training.train({"tensor": tensor}, config, **options)
+    finally:
+        bucketing.LARGE_BYTES = large
+
+
+OUTER_GROUPS = [
+    ("hybrid", 1, {"accumulation": 2, "loss_chunk": 5}),
+    ("hybrid_full", 1, {}),
+    ("zero2", 1, {"accumulation": 2}),
+    ("zero3", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "tensor", "options"), OUTER_GROUPS)
+def test_fp64_equals_plain_pytorch_with_groups_outside_of_the_blocks(
+    ranks, strategy, tensor, options
+):
+    world = world_of(strategy, tensor)
+    config = {"strategy": strategy, "precision": "fp64", "prefetch": PrefetchConfig(1, 2)}
+    run = ranks.run(world, train_in_outer_groups, tensor, config, {"steps": 3, **options})[0]
+    compare(run, reference(torch.float64, 3), **BOUNDS["fp64"])
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from stream_simulator.training_jobs import (
     run_jobs,
     run_layout,
     sample_text,
+    train_in_outer_groups,
 )
 
 DEFAULT = ("hybrid", "hybrid_full", "ddp", "zero3", "int8")
@@ -75,6 +76,13 @@ def result_of(name: str) -> Result:
 @pytest.mark.parametrize("name", marked(LAYOUTS, DEFAULT))
 def test_train_command_has_no_finding(name):
     assert not result_of(name).findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hybrid", "hybrid_zero2", "int8", "prefetch"])
+def test_groups_outside_of_the_blocks_have_no_finding(name):
+    layout = LAYOUTS.get(name) or HYBRID.with_overrides("prefetch.forward=1", "prefetch.backward=2")
+    assert not run_jobs(layout, train_in_outer_groups).findings
 
 
 @pytest.mark.parametrize("name", marked(REDUCED_BY_BUCKETS, DEFAULT))

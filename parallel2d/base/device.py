@@ -190,7 +190,7 @@ def use_tf32(device_type: str) -> None:
 
 
 def attention_kernels(device_type: str) -> AbstractContextManager[object]:
-    """Context in which each call of attention uses the first kernel that supports the call: cuDNN,
+    """Context that makes each call of attention use the first kernel that supports the call: cuDNN,
     flash, memory-efficient or math. Without CUDA nothing changes."""
     # Other accelerators have attention kernels that are not in `ATTENTION_KERNELS`.
     if device_type != "cuda":

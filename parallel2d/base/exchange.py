@@ -73,7 +73,7 @@ def group_of_members() -> dist.ProcessGroup | None:
 
 
 def members() -> list[int]:
-    """Return the global ranks whose values `all_gather` returns, in the same order."""
+    """Return the global ranks with values that `all_gather` returns, in the same order."""
     ranks = dist.get_process_group_ranks(_members.get() or dist.group.WORLD)
     return list(filter(is_present, ranks))  # failed ranks have no value
 

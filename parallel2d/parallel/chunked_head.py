@@ -210,7 +210,7 @@ class ChunkedHead:
 
     Args:
         model: a model, before or after `parallel2d.parallelize`.
-        chunk: number of rows (tokens) whose logits are in memory together.
+        chunk: number of rows (tokens) with logits in memory at the same time.
         name: FQN of the head; default: `find_head`.
         z_loss: see `cross_entropy_sum`; used only while the model is in training mode.
 

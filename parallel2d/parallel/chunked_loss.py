@@ -106,7 +106,7 @@ def cross_entropy_from_hidden(
             is replicated over the tensor axis.
         weight: [vocab, dim], or a DTensor that is sharded by rows over only the tensor axis.
         targets: int64 [...], or flattened.
-        chunk: number of rows (tokens) whose logits are in memory together.
+        chunk: number of rows (tokens) with logits in memory at the same time.
         bias: [vocab], sharded like ``weight``.
         after: elementwise function of the logits before the loss, such as a soft cap. It must not
             depend on trained tensors.

@@ -36,7 +36,7 @@ def loss_bound(dtype: torch.dtype) -> float:
 
 
 def token_weight(valid_tokens: int | Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the factor by which a rank multiplies its summed loss before ``backward``.
+    """Return a rank's factor of its summed loss before ``backward``.
 
     Collective over the data ranks.
 

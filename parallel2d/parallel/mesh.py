@@ -137,7 +137,7 @@ _SHARDING = "_parallel2d_sharding_mesh"
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh on which parameters are placed. The first call is collective.
+    """Return the mesh of the parameters. The first call is collective.
 
     This is ``mesh``, or with a context axis a mesh in which ``shard`` and ``context`` are one axis;
     see [Note: parameters and context ranks].

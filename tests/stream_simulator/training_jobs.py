@@ -187,6 +187,14 @@ def train(simulator: Simulator, job: Job, folder: str) -> None:
     trainer.recorder.close()
 
 
+def train_in_outer_groups(simulator: Simulator, job: Job, folder: str) -> None:
+    """Run `train` with modules outside of the blocks of any size in their own groups."""
+    from parallel2d.parallel.parallelize import bucketing
+
+    bucketing.LARGE_BYTES = 1
+    train(simulator, job, folder)
+
+
 def resume(simulator: Simulator, first: Job, second: Job, folder: str) -> tuple[int, int]:
     """Run ``first``, then ``second`` from its checkpoint; return the first and last step of ``second``."""
     from parallel2d.training.assemble import build_trainer

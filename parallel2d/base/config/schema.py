@@ -54,7 +54,7 @@ def register() -> None:
 
 @contextlib.contextmanager
 def initialized(config_dir: str | None = None) -> Iterator[Any]:
-    """Context in which Hydra is initialized. Its search path has the configuration of the package
+    """Context with an initialized Hydra. Its search path has the configuration of the package
     and ``config_dir``, as on Hydra's command line. Raises `ConfigError` if ``config_dir`` is not a
     folder."""
     register()

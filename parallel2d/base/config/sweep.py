@@ -193,7 +193,7 @@ def table(jobs: Sequence[JobReturn], objective: str) -> list[str]:
 
 
 def _place(job: JobReturn) -> float:
-    """Return the value by which jobs are ranked; jobs without a number come last."""
+    """Return the value that ranks jobs; jobs without a number come last."""
     is_number = isinstance(job.return_value, float) and not math.isnan(job.return_value)
     return job.return_value if is_number else math.inf
 

@@ -1,5 +1,5 @@
 """Replicas that fail and join while other replicas train. A `Quorum` has the live replicas. `World`
-is the default process group of a job whose replicas may fail.
+is the default process group of a job with replicas that may fail.
 
 [Note: replicas that never stop] The ranks that together have one copy of the model are a replica:
 all ranks of one coordinate of the replicate axis. If one rank fails, its complete replica counts as

@@ -1,5 +1,5 @@
-"""The states of a rank whose replica may fail (`Phase`, `ReplicaState`), and the error
-`ReplicaLost`."""
+"""The states of a rank of a job with replicas that may fail (`Phase`, `ReplicaState`), and the
+error `ReplicaLost`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ReplicaLost(RuntimeError):  # noqa: N818 (named after the event)
 
 
 class Phase(enum.Enum):
-    """The phases of a rank of a job whose replicas may fail."""
+    """The phases of a rank of a job with replicas that may fail."""
 
     STARTING = enum.auto()  # the ranks are not divided into replicas yet
     BUILDING = enum.auto()  # replicas are known, but a failed rank still ends all ranks

@@ -139,7 +139,7 @@ class StoreServer:
         return False
 
     def _expire(self) -> float:
-        """Drop connections whose proof is overdue, and answer requests whose timeout is over.
+        """Drop connections with an overdue proof, and answer requests after their timeout.
         Return the seconds until the next deadline."""
         now = time.monotonic()
         # The entries are in the order of arrival, so the first deadline is the earliest.

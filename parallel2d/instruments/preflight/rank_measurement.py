@@ -128,8 +128,8 @@ class RankMeasurement:
         return keys
 
     def _axes_of_links(self) -> dict[str, str]:
-        """Return kind of link -> an axis whose groups use only links of this kind. The shard axis
-        is preferred."""
+        """Return kind of link -> an axis with groups that use only links of this kind. The shard
+        axis is preferred."""
         found = {}
         for axis in sorted(self._places, key=lambda axis: axis == "shard"):
             place = self._places[axis]

@@ -45,7 +45,7 @@ def describe_runs(runs: Sequence[Run]) -> list[str]:
 
 
 def equal_losses(runs: Sequence[Run]) -> list[str]:
-    """Return sentences about runs whose losses equal those of the first run at all shared steps."""
+    """Return sentences about runs with the first run's losses at all shared steps."""
     first, *others = runs
     equal: dict[str, float] = {}
     for other in others:

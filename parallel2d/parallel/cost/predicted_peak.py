@@ -8,8 +8,8 @@ It adds the allocations of FSDP to the activations of a model without FSDP
 - Unsharded parameters, from the all-gather of a group until its reshard. On a shard axis of one
   rank without casts they are aliases of the sharded parameters and need no memory.
 - The output of the last all-gather, until the next all-gather.
-- In backward, the parameters of the ``prefetch.backward`` next groups. The root's parameters stay
-  unsharded from forward to the end of backward.
+- In backward, the parameters of the ``prefetch.backward`` next groups. The root's parameters and
+  large groups outside of the blocks stay unsharded from forward until their gradients are reduced.
 - A copy of the unsharded gradients of a group for the reduction, until the next group's copy.
 - Accumulated gradients: allocated group by group in the first micro-batch.
 - Sent and received values of two buckets, if replicas communicate in another format or if each
@@ -110,7 +110,8 @@ class _Step:
         shape, config = layout.shape.sharding, layout.config
         self._events = events
         self._is_sharded = shape.shard > 1
-        self._frees = config.strategy.placement.reshard_after_forward and self._is_sharded
+        frees = config.strategy.placement.reshard_after_forward and self._is_sharded
+        self._frees = [frees and not group.stays_unsharded for group in layout.groups]
         self._ahead = config.prefetch.backward
         self._reduces_each = config.sync.during_accumulation != "none"
         self._groups = [
@@ -152,7 +153,7 @@ class _Step:
                     self._gathered_order.append(event.group)
                     if self._is_sharded and group.gathered:
                         held.returned = group.gathered
-                case "free" if self._frees and event.group != self._root:
+                case "free" if self._frees[event.group]:
                     held.gathered -= group.gathered
                 case "gather_again":
                     self._gather_again(event.group, group, event.now)
@@ -167,15 +168,14 @@ class _Step:
             self.at_peak = replace(self._held)
 
     def _gather_again(self, number: int, group: _Group, activations: int) -> None:
-        if not self._frees:
+        if not any(self._frees):
             self._held.returned = 0
             return
         # There may be two events: for the recomputation, and for the gradient of the output.
         if number in self._whole:
             return
         self._whole.add(number)
-        # The root's parameters were not freed.
-        if number != self._root:
+        if self._frees[number]:
             self._held.gathered += group.gathered
         self._see(activations)
         # Backward continues with the groups that ran before this group in forward. After the root,
@@ -185,7 +185,7 @@ class _Step:
             before = before[: before.index(number)]
         self._held.returned = 0
         for each in before[::-1][: self._ahead]:
-            if each != self._root and each not in self._whole:
+            if self._frees[each] and each not in self._whole:
                 self._held.returned += self._groups[each].gathered
 
     def _reduce(self, number: int, group: _Group, activations: int) -> None:

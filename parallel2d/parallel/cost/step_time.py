@@ -258,8 +258,7 @@ class _Estimate:
                 gather=self._collective("all_gather", traffic.gathered(group), "shard"),
                 scatter=self._collective(collective, scattered, "shard"),
                 reduce=0.0,
-                # The root's group, the first here, stays unsharded until backward.
-                frees=frees and bool(found),
+                frees=frees and not group.stays_unsharded,
             )
             found += [seconds] * count
             in_order += [group] * count

@@ -38,7 +38,10 @@ def group_traffic(group: Sequence[ParameterShape], shard: int, replicas: int) ->
                 hidden.append(part)
             stored = parameter.stored
     item = min(items, default=4)
-    return GroupTraffic(gathered, reduced, item, tuple(trained), tuple(hidden), stored, replicas)
+    stays_unsharded = any(parameter.stays_unsharded for parameter in group)
+    return GroupTraffic(
+        gathered, reduced, item, tuple(trained), tuple(hidden), stored, replicas, stays_unsharded
+    )
 
 
 class AxisTraffic:
@@ -82,14 +85,15 @@ class AxisTraffic:
         A group has these collectives (Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, FSDP):
 
         - over the shard axis, an all-gather per micro-batch for forward, and another for backward
-          with ``reshard_after_forward``; parameters are padded, in their all-gather dtype;
+          if the group is resharded after forward; parameters are padded, in their all-gather dtype;
         - over the shard axis, a reduction of gradients per micro-batch, or one per step with
           ``during_accumulation=none``;
         - over the replicate axis, the communication of the sync method.
         """
         layout = self.layout
         accumulation, method = layout.workload.accumulation, layout.method
-        gathers = 2 if layout.config.strategy.placement.reshard_after_forward else 1
+        frees = layout.config.strategy.placement.reshard_after_forward
+        gathers = 2 if frees and not group.stays_unsharded else 1
         scatters = 1 if layout.config.sync.during_accumulation == "none" else accumulation
         _, scattered = self.scattered(group)
         shard = accumulation * gathers * self.gathered(group) + scatters * scattered
@@ -123,11 +127,6 @@ def predicted_bytes(
         replicate, shard = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += count * replicate
         predicted["comm/shard/bytes"] += count * shard
-    if layout.config.strategy.placement.reshard_after_forward:
-        # Only the root's parameters are not freed after forward, and not gathered for backward.
-        root = group_traffic(layout.groups[-1].parameters, layout.shape.sharding.shard, 1)
-        again = layout.workload.accumulation * traffic.gathered(root)
-        predicted["comm/shard/bytes"] -= again
     for members in layout.replicated:
         # These groups are replicated over the shard axis, and their gradients are all-reduced over
         # it.

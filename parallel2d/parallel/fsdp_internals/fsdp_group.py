@@ -26,7 +26,7 @@ from parallel2d.parallel.weights.named_tensors import parameters_by_name
 
 
 def fsdp_groups(model: nn.Module) -> list[FSDPGroup]:
-    """Return the FSDP groups of ``model`` in the order in which backward completes them."""
+    """Return the FSDP groups of ``model`` in the order of their backward passes."""
     names = names_by_id(model.named_modules())
     parameter_names = names_by_id(parameters_by_name(model).items())
     found = []

@@ -1,7 +1,14 @@
-"""Assign modules to FSDP groups (buckets): `bucket_modules`.
+"""Assign modules to FSDP groups (buckets): `bucket_modules`, `outer_groups`.
 
 The parameters of one group share one all-gather and one reduce-scatter. Parameters that belong to
 no group belong to the root's group.
+
+[Note: groups outside of the blocks] The root's gradients are reduced at the end of backward, where
+no computation overlaps with the reduction. A large embedding and a large head therefore form two
+groups: the gradients of the head are reduced while backward computes the blocks. Backward begins
+with the head, so both groups stay unsharded between forward and backward, as the root's group does.
+They are gathered at the beginning of each forward of the model, because a model may read a weight
+without a call of its module (``F.linear(h, self.embedding.weight)``).
 """
 
 from __future__ import annotations
@@ -27,6 +34,10 @@ log = logging.getLogger(__name__)
 # Number of the root's group; smaller than the index of any other group.
 _ROOT = -1
 
+# Bytes from which modules outside of the blocks form their own group. At 64 MiB the transfer time
+# on any network is well above the latency of the additional collectives.
+LARGE_BYTES = 64 * 2**20
+
 
 def bucket_modules(
     model: nn.Module,
@@ -35,6 +46,7 @@ def bucket_modules(
     stored: Mapping[nn.Parameter, torch.dtype],
     apart: Collection[int] = (),
     conditional: Conditional | None = None,
+    outer: Sequence[Sequence[nn.Module]] = (),
 ) -> list[list[nn.Module]]:
     """Return groups of modules below the root, children before parents.
 
@@ -49,6 +61,7 @@ def bucket_modules(
             real-valued parameters, each module with only complex parameters also forms a separate
             group.
         conditional: settings of modules that only some ranks run.
+        outer: further groups, from `outer_groups`.
 
     Raises:
         ConfigError: a module that must form its own group is tied to another module.
@@ -63,6 +76,7 @@ def bucket_modules(
         if rest:
             groups.append(rest)
     groups += [[module] for module in model.modules() if id(module) in separate]
+    groups += map(list, outer)
     groups = _merge_tied(model, groups)
     # Merging may have joined a separate module to another group, so the check comes after it.
     _check_separate(model, groups, separate, fp32=apart)
@@ -71,8 +85,69 @@ def bucket_modules(
     return sorted(groups, key=lambda group: max(depth[id(each)] for each in group), reverse=True)
 
 
+def outer_groups(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    config: BucketingConfig,
+    stored: Mapping[nn.Parameter, torch.dtype],
+    separate: Collection[int] = (),
+) -> list[list[nn.Module]]:
+    """Return the groups of the large modules after and before the blocks, with ``bucketing=block``.
+
+    Embeddings, and modules that are defined before the first block, form one group; modules that
+    are defined after the last block form the other. A group below `LARGE_BYTES`, or with a
+    parameter of another group (a tied head), is left to the root's group. See [Note: groups outside
+    of the blocks].
+
+    Args:
+        model: see `bucket_modules`.
+        blocks: see `bucket_modules`.
+        config: see `bucket_modules`.
+        stored: see `bucket_modules`.
+        separate: ids of modules that form a group each.
+    """
+    if config.name != "block" or not blocks or any(map(torch.is_complex, model.parameters())):
+        return []
+    position: dict[nn.Module, int] = {}
+    for number, module in enumerate(model.modules()):
+        position[module] = number
+    first, last = position[blocks[0][1]], position[blocks[-1][1]]
+    inside: set[nn.Parameter] = set()
+    for _, block in blocks:
+        inside.update(block.parameters())
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    for _, module in owning_modules(model):
+        parameters = set(module.parameters())
+        # A module that contains a block, or owns parameters around other owners, stays in the
+        # root's group, because modules of a group must not contain each other.
+        contains_owner = parameters != set(own_parameters(module))
+        if module is model or contains_owner or parameters & inside or id(module) in separate:
+            continue
+        if isinstance(module, nn.Embedding) or position[module] < first:
+            before.append(module)
+        elif position[module] > last:
+            after.append(module)
+    groups = []
+    for group, others in ((after, before), (before, after)):
+        parameters = _parameters_of(group)
+        size = 0
+        for parameter in parameters:
+            size += parameter.numel() * stored.get(parameter, parameter.dtype).itemsize
+        if size >= LARGE_BYTES and not parameters & _parameters_of(others):
+            groups.append(group)
+    return groups
+
+
+def _parameters_of(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
+    found: set[nn.Parameter] = set()
+    for module in modules:
+        found.update(module.parameters())
+    return found
+
+
 def _complex_modules(model: nn.Module) -> set[int]:
-    """Return the ids of modules whose trained parameters are all complex.
+    """Return the ids of modules with trained parameters that are all complex.
 
     These modules need separate groups because a group has one dtype. Empty if all trained
     parameters of the model are complex.

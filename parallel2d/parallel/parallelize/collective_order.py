@@ -127,7 +127,7 @@ class CollectiveOrder:
         return _orders[group]
 
     def add_model(self, names: Sequence[str]) -> int:
-        """Register a model whose FSDP groups have these ``names``. Return the model's number."""
+        """Register a model with FSDP groups of these ``names``. Return the model's number."""
         self._models.append(names)
         return len(self._models) - 1
 

@@ -98,7 +98,7 @@ class SplitBlock:
 
     def __init__(self, stack: Stack, name: str, module: nn.Module) -> None:
         self.stack, self.name, self.module = stack, name, module
-        # Path of a tensor -> its dims whose size follows the length of the sequence
+        # Path of a tensor -> its dims with a size that follows the length of the sequence
         self.follows: dict[Path, tuple[int, ...]] = {}
         # Paths of arguments that are slices already, because another block computed them
         self.as_slices: set[Path] = set()

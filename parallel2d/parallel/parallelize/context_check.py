@@ -5,13 +5,13 @@ blocks that mix positions outside of attention.
 
 [Note: unsplit against split] The check runs three forwards before the first forward, on few
 positions, without gradients and dropout. The first two forwards are unsplit and have different
-lengths: a dim whose size differs between them follows the length of the sequence. In the third
-forward the stacks are split. Each block gets this rank's slice of its input in the second forward,
-so that differences do not accumulate. The outputs of blocks and the inputs of attention are
-compared with slices of the second forward. During the check, zero parameters and small scales get
-other values, because the output of a branch that ends with them would be zero. At the end the check
-compares the outputs of the model, and tensors that modules in blocks store as attributes, such as
-auxiliary losses.
+lengths: a dim with a size that differs between them follows the length of the sequence. In the
+third forward the stacks are split. Each block gets this rank's slice of its input in the second
+forward, so that differences do not accumulate. The outputs of blocks and the inputs of attention
+are compared with slices of the second forward. During the check, zero parameters and small scales
+get other values, because the output of a branch that ends with them would be zero. At the end the
+check compares the outputs of the model, and tensors that modules in blocks store as attributes,
+such as auxiliary losses.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from parallel2d.parallel.model_structure import (
     names_by_id,
     stays_replicated,
 )
-from parallel2d.parallel.parallelize.bucketing import bucket_modules
+from parallel2d.parallel.parallelize.bucketing import bucket_modules, outer_groups
 from parallel2d.parallel.parallelize.compilation import check_compilation, choose_compilation
 from parallel2d.parallel.parallelize.conditional import (
     Always,
@@ -135,6 +135,7 @@ class ParameterShape(NamedTuple):
     is_trained: bool
     by_muon: bool  # updated by Muon, with ``optimizer=muon``
     is_hidden: bool  # a hidden matrix
+    stays_unsharded: bool = False  # between forward and backward, under every strategy
 
     @property
     def sum_itemsize(self) -> int:
@@ -157,6 +158,7 @@ class LayoutGroup(NamedTuple):
     policy: MixedPrecisionPolicy
     parameters: tuple[ParameterShape, ...]  # without parameters that belong to an inner group
     is_replicated: bool = False  # True if each rank holds the unsharded parameters
+    stays_unsharded: bool = False  # between forward and backward, under every strategy
 
 
 @dataclass(frozen=True)
@@ -293,11 +295,17 @@ def resolve(
     sync = config.sync.for_device(workload.device_type)
     config = replace(config, compile=compilation, sync=sync)
     ways = conditional_modules(model, conditional or {}, shape.tensor, config.cpu_offload)
-    buckets = bucket_modules(model, blocks, config.bucketing, stored, precision.fp32_modules, ways)
+    outer: list[list[nn.Module]] = []
+    # Ranks that skip a module must not gather it at the begin of a forward.
+    if not ways and shape.sharding.shard > 1:
+        outer = outer_groups(model, blocks, config.bucketing, stored, precision.fp32_modules)
+    buckets = bucket_modules(
+        model, blocks, config.bucketing, stored, precision.fp32_modules, ways, outer
+    )
 
     groups: list[LayoutGroup] = []
     parameters: list[tuple[ParameterShape, ...]] = []
-    for group in collector.groups(model, buckets):
+    for group in collector.groups(model, buckets, outer):
         is_replicated = ways.get(group.modules[0]) == "replicate" and shape.sharding.shard > 1
         groups.append(group._replace(is_replicated=is_replicated))
         if not is_replicated:
@@ -348,9 +356,12 @@ class _Collector:
     taken: set[nn.Parameter] = field(default_factory=set)
 
     def groups(
-        self, model: nn.Module, buckets: Sequence[Sequence[nn.Module]]
+        self,
+        model: nn.Module,
+        buckets: Sequence[list[nn.Module]],
+        outer: Sequence[list[nn.Module]],
     ) -> Iterator[LayoutGroup]:
-        """Yield the groups from the innermost to the root."""
+        """Yield the groups from the innermost to the root. ``outer``: from `outer_groups`."""
         precision = self.precision
         names = names_by_id(model.named_modules())
         for modules in buckets:
@@ -359,15 +370,19 @@ class _Collector:
                 fp32 = torch.float32
                 policy = MixedPrecisionPolicy(fp32, fp32, output_dtype=precision.param)
             named = tuple(names[id(module)] for module in modules)
-            yield LayoutGroup(named, policy, self._take(modules, policy))
+            stays = modules in outer
+            taken = self._take(modules, policy, stays)
+            yield LayoutGroup(named, policy, taken, stays_unsharded=stays)
         # The root's group takes all parameters that no other group holds.
         policy = precision.policy
         if precision.output is not None:
             policy = replace(policy, output_dtype=precision.output)
-        yield LayoutGroup(("",), policy, self._take([model], policy))
+        # Its parameters stay unsharded, as by torch's default: backward needs the head first.
+        taken = self._take([model], policy, stays_unsharded=True)
+        yield LayoutGroup(("",), policy, taken, stays_unsharded=True)
 
     def _take(
-        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
+        self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, stays_unsharded: bool
     ) -> tuple[ParameterShape, ...]:
         """Return the sharded parameters of ``modules``, and add the replicated parameters to
         `whole`."""
@@ -381,7 +396,7 @@ class _Collector:
                 if stays_replicated(parameter) or self.names[parameter] in self.ignored:
                     self.whole.append(shape)
                 else:
-                    found.append(shape)
+                    found.append(shape._replace(stays_unsharded=stays_unsharded))
         return tuple(found)
 
     def _shape_of(self, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> ParameterShape:

@@ -133,7 +133,7 @@ def _chains(order: Sequence[Group], ahead: int) -> Iterator[tuple[Any, list[Any]
 
 
 def _in_order_of_begin(ended: Sequence[Group]) -> list[Group]:
-    """Return the groups in the order in which their forwards begin.
+    """Return the groups in the order of their forward starts.
 
     ``ended`` is the order in which they end. A group begins before the groups inside of it, and
     ends after them.

@@ -79,7 +79,16 @@ def shard(
     shards = mesh_shape(mesh).shard > 1
     replicated = set(layout.replicated_of(model))
     alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
+    unsharded: set[nn.Module] = set()
+    for group in layout.groups:
+        if group.stays_unsharded:
+            unsharded.update(map(model.get_submodule, group.modules))
+    gathered_at_begin: list[nn.Module] = []  # the first module of each of these groups
     for modules, policy in layout.groups_of(model):
+        stays_unsharded = modules[0] in unsharded
+        # The root gathers its group by itself.
+        if stays_unsharded and modules[0] is not model:
+            gathered_at_begin.append(modules[0])
         for module in modules:
             # Register this hook before `fully_shard`: hooks run in the order of registration, and
             # FSDP's post-forward hook must get outputs without views ([Note: views and hooks]).
@@ -92,14 +101,31 @@ def shard(
             # With one shard rank there is no communication, so gradients must not be rounded to the
             # communication dtype.
             mp_policy=policy if shards else replace(policy, reduce_dtype=None),
-            # None: torch frees all groups but the root's, which backward needs first.
-            reshard_after_forward=None if placement.reshard_after_forward else False,
+            reshard_after_forward=placement.reshard_after_forward and not stays_unsharded,
             offload_policy=offload,
             ignored_params=ignored or None,
         )
     if layout.shape.replicate > 1 or replicated:
         _place_on_all_axes(model, mesh, replicated)
+    if gathered_at_begin:
+        _gather_with_root(model, gathered_at_begin)
     return model
+
+
+def _gather_with_root(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """All-gather the groups of ``modules`` at the beginning of each forward of ``model``.
+
+    See [Note: groups outside of the blocks] in `bucketing`.
+    """
+
+    def gather(*_: Any) -> None:
+        # The embedding runs first, and is the last of the groups.
+        for module in reversed(modules):
+            assert isinstance(module, FSDPModule)
+            module.unshard()
+
+    # After the pre-forward hook of FSDP, which initializes all groups in the first forward.
+    model.register_forward_pre_hook(gather)
 
 
 def _mesh_of_this_rank(device_type: str) -> DeviceMesh:

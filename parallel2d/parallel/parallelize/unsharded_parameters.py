@@ -99,7 +99,8 @@ class UnshardedParameters:
                 each.group.release()
 
     def changed(self) -> Iterator[FSDPGroup]:
-        """Yield the groups whose parameters have changed since a forward with a pending backward.
+        """Yield the groups with parameters that have changed since a forward with a pending
+        backward.
 
         This also reshards these groups, because their unsharded parameters are outdated.
         """

@@ -1,7 +1,7 @@
 """Constructors of models: `build_on_meta` runs constructors without storage for parameters.
 
-`own_constructor` finds models whose constructors set initial values directly, and `build_for_real`
-calls these constructors again, with storage.
+`own_constructor` finds models with constructors that set initial values directly, and
+`build_for_real` calls these constructors again, with storage.
 
 [Note: constructors that initialize] By default weights are initialized module by module (see
 [Note: mesh-independent weights]). This misses values that a constructor sets: a projection that is
@@ -221,7 +221,7 @@ def _arguments_of(frame: FrameType) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _constructing() -> list[nn.Module] | None:
-    """Return the modules whose constructors are running, innermost first.
+    """Return the modules with a running constructor, innermost first.
 
     None inside of an initializer, because initializers run again when weights are initialized.
     """
@@ -278,7 +278,7 @@ def recorded_constructor(model: nn.Module) -> Callable[[], nn.Module] | None:
     """Return a function that builds ``model`` again with storage.
 
     None if the call of the constructor was not recorded, and for adapters. `WeightSource.fill` uses
-    this function for models of a library whose constructors set parameters that no initializer
+    this function for models of a library with constructors that set parameters that no initializer
     sets.
     """
     calls: dict[Any, _Call] = {}

@@ -1,4 +1,4 @@
-"""Hashes of the bits of tensors, by which ranks compare them."""
+"""Hashes of the bits of tensors, for comparisons between ranks."""
 
 from __future__ import annotations
 

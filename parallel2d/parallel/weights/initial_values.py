@@ -109,7 +109,7 @@ class InitialWeights:
         Args:
             model: the model after the transforms.
             seed: the seed of all values.
-            device_type: the device type on which to allocate meta parameters.
+            device_type: the device type for meta parameters.
             given: FQNs of tensors that already have values and must not change.
             mesh: the mesh of the parameters; None: this rank initializes all values.
 
@@ -143,7 +143,7 @@ class InitialWeights:
                 if tensor is not None and id(tensor) not in written:
                     written.add(id(tensor))
                     targets.append((place, tensor))
-            # Skip a part whose values are all given.
+            # Skip a part with only given values.
             if targets:
                 found.append(Part(modules, places, targets))
         parameters = parameters_by_name(model)

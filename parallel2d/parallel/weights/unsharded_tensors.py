@@ -234,7 +234,7 @@ def _gather(sharded: nn.Parameter, *, keep: bool, cpu: bool, grads: bool) -> nn.
     whole = nn.Parameter(tensor, sharded.requires_grad)
     setattr(whole, _MARK, True)
     if gradient is not None:
-        # `grad_dtype` allows a gradient whose dtype differs from the parameter's.
+        # `grad_dtype` allows a gradient of another dtype than the parameter's.
         whole.grad_dtype = gradient.dtype
         whole.grad = gradient
     return whole

@@ -41,7 +41,7 @@ PLAIN = ("step", "state", "layout", "mesh", "world_size", "optimizer", "tied", "
 # refused.
 _DICTS: dict[type, str] = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
 _MARKED = {mark: kind for kind, mark in _DICTS.items()}
-# Fields whose value must be a JSON object
+# Fields with a value that must be a JSON object
 _OBJECTS = ("state", "layout", "mesh", "optimizer", "tied", "tensors", "files")
 
 

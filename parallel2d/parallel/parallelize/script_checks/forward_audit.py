@@ -121,8 +121,8 @@ class _Audit:
     def end(self, *_: Any) -> None:
         """Run after a forward of the model.
 
-        Raises RuntimeError for a trained parameter whose gradient is not averaged over the ranks,
-        and for an attribute that refers to the freed storage of an unsharded parameter.
+        Raises RuntimeError for a trained parameter with a gradient that is not averaged over the
+        ranks, and for an attribute that refers to the freed storage of an unsharded parameter.
         """
         trains = torch.is_grad_enabled() and self._averages
         for module in self._model.modules():

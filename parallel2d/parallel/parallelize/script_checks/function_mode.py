@@ -119,7 +119,7 @@ class ScriptMode(TorchFunctionMode):
                     "not be averaged over the ranks; call loss.backward() without inputs and read "
                     ".grad (requires_grad_(False) freezes the others)"
                 )
-        # Groups whose parameters were changed since the forward
+        # Groups with parameters that were changed since the forward
         changed = self._changed()
         try:
             return func(*args, **kwargs)

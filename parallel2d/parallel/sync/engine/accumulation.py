@@ -100,7 +100,7 @@ def _ready_afterwards(model: nn.Module, mode: str) -> Iterator[None]:
 
 
 def reduce_zeros(model: nn.Module, reductions: int) -> None:
-    """Take part in the reductions of a global batch in which this replica computes no micro-batch.
+    """Take part in the reductions of a global batch in which this replica has no micro-batch.
 
     ``reductions`` is the number of reductions over the replicas.
     """

@@ -413,7 +413,7 @@ class BucketQueue:
     device_type: str
     # Stream on which FSDP accumulates sharded gradients
     accumulating: torch.Stream
-    # All groups of the model, in the order in which backward completes them
+    # All groups of the model, in the order of their backward passes
     groups: Sequence[GroupGradients]
     # Maximum size of a bucket of several groups
     bucket_bytes: int

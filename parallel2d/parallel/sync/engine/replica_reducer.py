@@ -76,7 +76,7 @@ class ReplicaReducer:
 
     Args:
         mesh: the mesh of the parameters, from `sharding_mesh`.
-        groups: the FSDP groups, in the order in which backward completes them.
+        groups: the FSDP groups, in the order of their backward passes.
         method: synchronization method of the replicate axis.
         scalars: the parameters without dims or elements; see `parallelize.scalars`.
         order: checks the order of collectives over the shard axis; None: no check.
@@ -247,7 +247,7 @@ class ReplicaReducer:
             self._reduce_status()
 
     def finish_without_backward(self) -> None:
-        """Finish a global batch in which this replica computes no micro-batch.
+        """Finish a global batch in which this replica has no micro-batch.
 
         This replica contributes zeros, or the mean of an earlier call, and receives the mean like
         the other replicas.

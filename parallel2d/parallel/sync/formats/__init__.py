@@ -1,4 +1,4 @@
-"""The formats in which replicas communicate: `FORMATS`.
+"""The communication formats of replicas: `FORMATS`.
 
 To add a format, add its name and the methods that support it to ``sync.wire`` in
 `base/config/parallel.py`, and an entry to `FORMATS`. A format that is neither a cast to a dtype nor

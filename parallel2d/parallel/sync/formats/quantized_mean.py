@@ -47,7 +47,7 @@ class QuantizedPart:
 
     quantizer: Quantizer
     rows: Tensor  # this replica's values as blocks of ``quantizer``; may be overwritten
-    results: Sequence[Tensor]  # tensors to which the mean is written
+    results: Sequence[Tensor]  # tensors that receive the mean
     keep: Callable[[Tensor], None] | None = None  # is called with the rounding errors, as blocks
 
     def __post_init__(self) -> None:

@@ -232,7 +232,7 @@ class RoundedReduction:
         Args:
             comm_format: the communication format of ``parts``.
             parts: the gradients.
-            results: the tensors to which the mean is written.
+            results: the tensors that receive the mean.
             again: see `ErrorFeedback.add_to`.
         """
         values = [part.values for part in parts]

@@ -38,7 +38,7 @@ class UpdateFollower:
     replicas = 1  # number of replicas
     # Number of updates of this replica that are not completely sent to the other replicas
     unshared_steps = 0
-    # Factor by which the loss is multiplied before backward
+    # Factor of the loss before backward
     loss_scale = 1.0
 
     def make(self, model: nn.Module) -> None:
@@ -112,6 +112,7 @@ class GroupTraffic(NamedTuple):
     hidden_shapes: tuple[torch.Size, ...]  # the shapes in ``reduced_shapes`` of hidden matrices
     stored_itemsize: int  # bytes of an element of the sharded parameters
     replicas: int
+    stays_unsharded: bool = False  # between forward and backward, under every strategy
 
     @property
     def reduced_numel(self) -> int:
@@ -136,7 +137,7 @@ class ReplicatedModel(NamedTuple):
 
     mesh: DeviceMesh
     group: dist.ProcessGroup  # process group of the replicas
-    groups: Sequence[FSDPGroup]  # in the order in which backward completes them
+    groups: Sequence[FSDPGroup]  # in the order of their backward passes
     keys: RoundingKeys  # keys of stochastic rounding
     hidden: Container[str]  # FQNs of the hidden matrices
 

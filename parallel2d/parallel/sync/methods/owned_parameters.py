@@ -97,7 +97,7 @@ class OwnedParameters(ErrorFeedback):
         # Submeshes by their axes. A cache, because building a submesh takes a millisecond.
         self._meshes = {self._mesh.mesh_dim_names: self._mesh}
         self._owned: dict[int, nn.Parameter] = {}
-        # Parameters whose owned rows are separate tensors (unrounded values), by name
+        # Parameters with owned rows that are separate tensors (unrounded values), by name
         self._masters: dict[str, FSDPParameter] = {}
         # A copy of the owned rows in the parameters, to find writes of a script; see `_take_over`
         self._seen: dict[str, Tensor] = {}
@@ -112,7 +112,7 @@ class OwnedParameters(ErrorFeedback):
                 self._masters[parameter.name] = parameter
                 self._seen[parameter.name] = rows.clone()
             owned = nn.Parameter(self._as_dtensor(rows, whole), whole.requires_grad)
-            # None allows gradients whose dtype differs from the parameter's dtype.
+            # None allows gradients of another dtype than the parameter's dtype.
             owned.grad_dtype = None
             self._owned[id(parameter)] = owned
             update_as(whole, owned)
