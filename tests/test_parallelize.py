@@ -496,8 +496,11 @@ def _mixed_norms(norm_types):
         model.zero_grad()
         model(torch.arange(32).view(2, 16)).square().sum().backward()
         whole = torch.cat([training.full_tensor_of(p.grad).flatten() for p in model.parameters()])
+        # No backward follows this forward, so the root's parameters stay unsharded.
+        model(torch.arange(32).view(2, 16))
         ours = clip_gradient_norm(model.parameters(), 1e-3, norm_type).item()
-        after = torch.cat([training.full_tensor_of(p.grad).flatten() for p in model.parameters()])
+        updated = updated_parameters(model)
+        after = torch.cat([training.full_tensor_of(p.grad).flatten() for p in updated])
         found.append((ours, whole.norm(norm_type).item(), after.norm(norm_type).item()))
     return found
 

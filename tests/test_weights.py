@@ -347,7 +347,9 @@ def _summon(sizes):
         changed = {torch.equal(after[name], value + 1) for name, value in before.items()}
         doubled = {torch.allclose(gradients_after[name], 2 * g) for name, g in gradients.items()}
         found.append((changed, doubled))
-        model(tokens)  # still works
+        # Without gradients: a forward that awaits backward keeps the root's parameters unsharded.
+        with torch.no_grad():
+            model(tokens)
     with summon_full_params(model), pytest.raises(ConfigError, match="is already unsharded"):
         summon_full_params(model).__enter__()
     dropped = []

@@ -147,8 +147,8 @@ UPDATED_AS = "_parallel2d_updated_as"
 def updated_as(parameter: Updated) -> Updated:
     """Return the tensor that the optimizer updates for ``parameter``.
 
-    With ``strategy=hybrid_full`` these are the rows that this replica updates; otherwise it is
-    ``parameter``.
+    For an unsharded parameter this is the sharded parameter. With ``strategy=hybrid_full`` it is
+    the tensor of the rows that this replica updates. Otherwise it is ``parameter``.
     """
     return getattr(parameter, UPDATED_AS, parameter)
 

@@ -29,7 +29,7 @@ from parallel2d.parallel.fsdp_internals.tensors import (
     version_of,
 )
 from parallel2d.parallel.mesh import mesh_shape
-from parallel2d.parallel.model_structure import updated_as
+from parallel2d.parallel.model_structure import update_as, updated_as
 from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.buckets import GroupGradients
 from parallel2d.parallel.sync.engine.replica_reducer import ReplicaReducer, engine_of
@@ -181,6 +181,9 @@ class _UnshardedGroup:
         for each in self.group.parameters:
             assert each.gathered is not None
             setattr(each.gathered, GATHERED_AS, each.name)
+            # While the modules hold unsharded parameters, `model.parameters()` still leads to the
+            # gradients and to the tensors that the optimizer updates.
+            update_as(each.gathered, each.updated)
             number = storage_of(each.gathered)
             if number is not None:
                 self._numbers.append(number)

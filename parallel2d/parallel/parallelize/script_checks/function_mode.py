@@ -196,6 +196,13 @@ def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_gradient(parameter: Tensor) -> None:
+    if hasattr(parameter, GATHERED_AS):
+        raise ConfigError(
+            f"clip_grad_norm_() after a forward without backward: "
+            f"{getattr(parameter, GATHERED_AS)} is unsharded, and its gradient is on the sharded "
+            "parameter; call parallel2d.clip_gradient_norm, or run that forward under "
+            "torch.no_grad()"
+        )
     if updated_as(parameter) is not parameter:
         raise ConfigError(
             "clip_grad_norm_() of model.parameters(): with strategy=hybrid_full the gradients are "
