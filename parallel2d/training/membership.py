@@ -22,8 +22,8 @@ from parallel2d.parallel.sync.engine.accumulation import discard_accumulated
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 from parallel2d.parallel.sync.methods.method import UpdateFollower
 from parallel2d.parallel.sync.updates import error_feedback_of, outer_sync
+from parallel2d.training.assignment import Assignment, assign
 from parallel2d.training.data.feed import BatchPlan
-from parallel2d.training.fixed_quorum import Assignment, assign
 from parallel2d.training.kept_buffers import KeptBuffers
 from parallel2d.training.metrics import keys
 from parallel2d.training.progress import StepOutcome

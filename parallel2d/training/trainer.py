@@ -32,9 +32,10 @@ from parallel2d.parallel.sync import (
 )
 from parallel2d.parallel.sync.updates import outer_sync, set_step
 from parallel2d.parallel.weights.named_tensors import undisturbed
+from parallel2d.training.assignment import Assignment
 from parallel2d.training.data.feed import BatchFeed, EndOfData, StepBatch
 from parallel2d.training.data.stream import SampleStream
-from parallel2d.training.fixed_quorum import Assignment, FixedQuorum
+from parallel2d.training.fixed_quorum import FixedQuorum
 from parallel2d.training.hooks import AgreedResult, HookCalls, RunView
 from parallel2d.training.membership import StepQuorum
 from parallel2d.training.metrics import keys
