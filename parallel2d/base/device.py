@@ -1,11 +1,12 @@
 """Functions for the accelerator of a rank: choice of the device, streams and events, memory and
-random state. They call the device module (`torch.get_device_module`), such as `torch.cuda`. Other
-files name a type of accelerator only for a feature that no other type has.
+random state. The functions call the device module (`torch.get_device_module`), such as
+`torch.cuda`. Code in other files mentions a type of accelerator, such as ``cuda``, only for a
+feature that only this type has.
 
 [Note: one kind of stream] FSDP2 and `torch.distributed` work with the device module's classes, such
-as `torch.cuda.Stream`. The generic `torch.Stream` cannot be combined with these classes: its
-``wait_event`` accepts a `torch.cuda.Event` without an error, but does not wait for the event.
-Therefore every stream of the package comes from this module, and streams are ordered by
+as `torch.cuda.Stream`. The generic `torch.Stream` cannot be combined with these classes:
+``torch.Stream.wait_event`` accepts a `torch.cuda.Event` without an error, but does not wait for the
+event. Therefore every stream of the package comes from this module, and streams are ordered by
 ``wait_stream``. The device module of CPUs, `torch.cpu`, has the same names as no-ops, so no caller
 needs a branch for CPUs.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FAILED = 1
-INVALID = 2  # invalid arguments or settings
+INVALID = 2  # invalid arguments or settings; also a run that a second start has taken over
 PREEMPTED = 75  # stopped by a signal after a save; the default of ``launch.requeue_exit_code``
 LEFT_OUT = 76  # of a rank, if the other replicas continue without its replica
 INTERRUPTED = 130  # ended by Ctrl-C

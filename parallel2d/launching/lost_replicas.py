@@ -227,9 +227,11 @@ class LostReplicas:
                 process.close(signal.SIGKILL)
 
     def _restart(self, number: int) -> None:
-        """End the remaining ranks of a replica, and restart this launcher's ranks of the replica.
-        The fourth and each later restart within `_RESTART_WINDOW_S` waits first, longer each
-        time."""
+        """Restart this launcher's ranks of a failed replica, if the restart is due; otherwise
+        return. Each poll calls this method again until the ranks have restarted. The restart is due
+        when this launcher's ranks of the replica have ended or their deadline is over; the
+        remaining ranks receive SIGKILL at the deadline. From the fourth restart within
+        `_RESTART_WINDOW_S`, each restart is delayed twice as long as the previous restart."""
         replica = self._replicas[number]
         mine = [local for local, rank in self._ranks.numbers.items() if rank in replica]
         now = time.monotonic()

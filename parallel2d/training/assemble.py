@@ -347,8 +347,8 @@ def _chunked_head(config: TrainConfig, model: nn.Module, head: str | None) -> Ch
 
 
 def plan_batches(config: TrainConfig, shape: MeshShape, data_rank: int, *, pad: bool) -> BatchPlan:
-    """Return this data rank's share of every global batch. ``pad``: True if the number of ranks may
-    differ from the first start, so that it may not divide the global batch evenly."""
+    """Return this data rank's share of every global batch. ``pad``: True if the number of data
+    ranks may not divide the global batch, as after a restart on fewer ranks."""
     return BatchPlan(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

@@ -193,8 +193,8 @@ class StoreServer:
 
     @contextlib.contextmanager
     def _guarded(self, peer: _Peer) -> Iterator[None]:
-        """Context for work on one connection. After an error it drops this connection, and the
-        server continues."""
+        """Context for work on one connection. An exception in the context drops this connection,
+        and the server continues. After `BlockingIOError` the connection stays open."""
         try:
             yield
         except BlockingIOError:

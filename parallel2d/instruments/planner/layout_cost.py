@@ -1,14 +1,14 @@
-"""Cost of a job per rank and step, on the machines of ``cluster``: `cost_of`, and `JobCosts` for
-many layouts of one job.
+"""Cost of a job per rank and step, on the machines of ``cluster``. `cost_of` computes the cost of
+one layout, and `JobCosts` the costs of many layouts of one job.
 
 The cost is computed from a `Layout`, the class that training applies. Files of data are not opened.
 
 [Note: a traced peak] With ``plan.verify=true`` the layout is applied on a fake process group, and
 forward and backward run on fake tensors under torch's memory tracker. The traced peak contains all
-allocations of the step, but with the kernels of the device type ``cpu``. Three things are missing:
-the rounding of a GPU's allocator to 512 bytes, its fragmentation, and the buffers of NCCL and of
-matrix libraries. Attention runs torch's CPU kernel, which saves as many bytes for backward as flash
-attention.
+allocations of the step, as the kernels of the device type ``cpu`` make them. The traced peak does
+not contain the rounding to 512 bytes and the fragmentation of a GPU's allocator, nor the buffers of
+NCCL and of matrix libraries. Attention runs torch's CPU kernel, which saves as many bytes for
+backward as flash attention.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Costs of a step of a deep model, extrapolated from copies with few blocks: `by_blocks`.
 
 [Note: few of the equal blocks] The cost of a model with equal blocks is a constant plus a cost per
-block. First a copy with one block per stack is measured, and then, for each stack, a copy with two
-blocks in this stack. The difference is the cost of a block of the stack. Another copy, with the
-first, a middle and the last block of every stack, checks the extrapolation. If its cost differs, or
-a copy cannot run, the full model is measured.
+block. First a copy with one block per stack is measured. Then, for each stack, a copy with two
+blocks in this stack is measured. The difference of the two costs is the cost of one block of the
+stack. To check the extrapolation, a further copy with the first, a middle and the last block of
+every stack is measured. If the cost of this copy differs from the extrapolated cost, or a copy
+cannot run, the full model is measured.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _extended(
 def _without_blocks(
     model: nn.Module, stacks: Sequence[EqualBlocks], kept: Sequence[Sequence[int]]
 ) -> nn.Module:
-    """Return a copy of ``model`` with only these blocks of ``stacks``, counted within a run."""
+    """Return a copy of ``model`` that keeps, in each of ``stacks``, only the blocks with the
+    indices in ``kept``. Index 0 is the first block of the stack."""
     before = []
     for stack in stacks:
         before.append(dict(stack.container._modules))
@@ -123,7 +125,8 @@ def _without_blocks(
             items[stack.first : stack.first + stack.count] = chosen
             modules.clear()
             for place, (name, module) in enumerate(items):
-                # Lists find elements by these names; a Sequential may have words as names.
+                # `nn.ModuleList` looks up elements by position, so renumber its elements. Children
+                # of an `nn.Sequential` may have other names; keep these names.
                 modules[str(place) if name.isdecimal() else name] = module
         return copy.deepcopy(model)
     finally:

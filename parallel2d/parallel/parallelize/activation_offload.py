@@ -2,17 +2,18 @@
 
 [Note: stream order of offload] Each forward of a block is one `_Region`. The saved tensors of a
 region stay on the device until its forward ends. At the start of the next region's forward, a side
-stream begins to copy them to pinned memory. At the end of that forward, the compute stream waits
-for the copies and the device memory is freed. Therefore the copies overlap with compute, the device
-holds at most two regions, and memory is freed without ``record_stream``. The last region, which
-backward reads first, is not copied. In backward the first access to a region waits for its copies
-to the device, and starts the copies of the previous region. Buffers are allocated on the compute
-stream, and the side stream waits for the compute stream before it copies.
+stream begins to copy these tensors to pinned memory. At the end of that forward, the compute stream
+waits for the copies and the device memory is freed. Therefore the copies overlap with compute, the
+device holds at most two regions, and memory is freed without ``record_stream``. The last region,
+which backward reads first, is not copied. In backward the first access to a region waits for its
+copies to the device, and starts the copies of the previous region. The device memory for these
+copies is allocated on the compute stream, and the side stream waits for the compute stream before
+each copy.
 
 A tensor that changes in place between its save and the end of its copy is an error in backward, as
-without offload. Parameters and buffers are not offloaded: FSDP frees and all-gathers parameters.
-Arguments without a gradient, such as masks and rotary tables, also stay on the device, because all
-blocks share them.
+without offload. Parameters and buffers of modules are not offloaded; FSDP frees and all-gathers
+parameters. Arguments without a gradient, such as masks and rotary tables, also stay on the device,
+because all blocks share them.
 """
 
 from __future__ import annotations

@@ -3,25 +3,28 @@
 [Note: one order of collectives] The ranks of a shard group all-gather and reduce-scatter each group
 of parameters together, so all ranks must run the same groups in the same order. A model that
 selects blocks by its data may violate this on some ranks. torch then pairs collectives of different
-groups: silently if their sizes are equal, otherwise with a hang or an abort.
+groups, without an error if the collectives have equal sizes, otherwise with a hang or an abort.
 
 Therefore each rank first writes an *entry* for its next collective to shared memory. The rank
 issues the collective only if no other rank has written a different entry at this position. If
-another rank has, this rank writes a *mark* to shared memory. It then joins, with zeros, the
-collectives that other ranks have already issued, so that none of them waits forever, and raises.
-The other ranks see the mark at their next entry and do the same. In the end all ranks have issued
-the same collectives, and the process group remains usable.
+another rank has written a different entry, this rank writes a *mark* to shared memory. Then this
+rank joins, with zeros, the collectives that other ranks have already issued, so that no rank waits
+forever. At last this rank raises an error. The other ranks see the mark at their next entry, join
+the missing collectives, and raise the same error. In the end all ranks have issued the same
+collectives, and the process group remains usable.
 
 Outside of a step, ranks first wait for each other at a *point* of the script
 (`CollectiveOrder.meet`): before they gather or load a state, save a checkpoint, or reduce a value.
-A point is an entry without a collective. If a rank evaluates one batch more than the others, the
-error names this rank before its all-gathers are paired with other collectives.
+A point is an entry without a collective. If one rank evaluates one batch more than the other ranks,
+the entry of this rank differs from the point of the other ranks, and all ranks raise an error
+before the all-gathers of the extra batch are paired with other collectives.
 
 The protocol has no lock. Each rank writes only its own cells, by single stores of 8 bytes, and
-memory barriers order its write before its reads of the other cells. Therefore, if two ranks write
-different entries, at least one of them reads the entry of the other. For the same reason, if a rank
-writes an entry while another rank writes a mark, one of two cases holds: the first rank reads the
-mark, or the second rank reads the entry and waits until it is issued or withdrawn.
+memory barriers order the write of a rank before its reads of the other cells. Therefore, if two
+ranks write different entries, at least one of the two ranks reads the entry of the other rank. For
+the same reason, if rank A writes an entry while rank B writes a mark, one of two cases holds: A
+reads the mark and clears its entry, or B reads the entry and waits until A has issued the
+collective or cleared the entry.
 
 Ranks without shared memory, for example on several hosts, keep a hash of their collectives and
 compare it at the end of each backward pass. If collectives of different sizes are paired before

@@ -3,15 +3,15 @@
 The check finds the dims of the blocks' tensors that follow the length of the sequence, and the
 blocks that mix positions outside of attention.
 
-[Note: unsplit against split] The check runs three forwards before the first forward, on few
-positions, without gradients and dropout. The first two forwards are unsplit and have different
-lengths: a dim with a size that differs between them follows the length of the sequence. In the
-third forward the stacks are split. Each block gets this rank's slice of its input in the second
-forward, so that differences do not accumulate. The outputs of blocks and the inputs of attention
-are compared with slices of the second forward. During the check, zero parameters and small scales
-get other values, because the output of a branch that ends with them would be zero. At the end the
-check compares the outputs of the model, and tensors that modules in blocks store as attributes,
-such as auxiliary losses.
+[Note: unsplit against split] Before the first training forward, the check calls the model three
+times, on few positions, without gradients and dropout. Calls 1 and 2 are unsplit and use sequences
+of different lengths: if the size of a dim differs between the two calls, the dim follows the length
+of the sequence. In call 3 the stacks are split. Each block gets this rank's slice of the block's
+input in call 2, so that differences do not accumulate. The outputs of blocks and the inputs of
+attention are compared with slices of call 2. During the check, random values replace the parameter
+elements that are zero and the scales that are small, because the output of a branch that ends with
+such elements would be zero. At the end the check compares the outputs of the model, and tensors
+that modules in blocks store as attributes, such as auxiliary losses.
 """
 
 from __future__ import annotations
@@ -444,7 +444,8 @@ def _shorten(inputs: Any, sizes: dict[int, int]) -> Any:
 
 @contextmanager
 def _branches_opened(model: nn.Module, opens: bool) -> Iterator[None]:
-    """Give zero parameters and small scales random values, and restore them at the end."""
+    """Give random values to parameter elements that are zero and to small scales. Restore the
+    elements at the end."""
     before: list[tuple[Tensor, Tensor, Tensor]] = []
     if opens:
         for number, parameter in enumerate(model.parameters()):

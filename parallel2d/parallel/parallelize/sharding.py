@@ -1,23 +1,25 @@
 """`shard` shards a model over the ``shard`` axis with FSDP2's `fully_shard`. `synchronize` sets up
-the reduction of gradients over the ``replicate`` axis.
+the reduction of gradients over the ``replicate`` axis. `bucketing.py` chooses the groups of
+`fully_shard`, and `layout.py` records the groups in the `Layout`.
 
 [Note: one engine for every strategy] `fully_shard` gets only the ``shard`` axis; with shard = 1 it
 communicates nothing. The package `sync` reduces over the replicas. FSDP2's second mesh axis (HSDP)
-is not used for this, because HSDP accumulates wrongly when micro-batches use different parameters.
-With replicate > 1, `shard` then places the parameters on both axes, so that checkpoints and
-gradient norms take the replicas into account. This is possible because `fully_shard` accepts
-parameters that are replaced before the first forward. Therefore ``ddp``, ``zero2``, ``zero3`` and
-the hybrid strategies share one code path, one set of hooks and one kind of parameter. Gradients are
-averaged over the data ranks, as in DDP and FSDP2, and `loss` relies on this.
+is not used for the replicas, because HSDP accumulates wrongly when micro-batches use different
+parameters. With replicate > 1, `shard` calls `fully_shard` and then replaces the sharded parameters
+by `DTensor`s on both axes, so that checkpoints and gradient norms take the replicas into account.
+`fully_shard` supports parameters that are replaced before the first forward. Therefore ``ddp``,
+``zero2``, ``zero3`` and the hybrid strategies share one code path, one set of hooks and one kind of
+parameter. Gradients are averaged over the data ranks, as in DDP and FSDP2, and `loss` relies on
+this.
 
 [Note: views and hooks] `fully_shard` registers a hook on the outputs of a group. In backward the
 hook all-gathers the parameters of the group when the gradient of an output arrives. An output that
-is a view breaks this in two ways. If the base of the view was changed in place after the view was
-made (``y = h.view(-1); h[0] += 1; return y``), the process ends by SIGSEGV when torch registers the
-hook (pytorch issue 196459). If the caller changes the view in place (``y = block(x); y += x``), the
-hook is lost, and backward fails because the parameters are not all-gathered. Therefore each view
-among the outputs is replaced by a tensor with its own autograd node. The tensor shares the memory
-and the version counter of the view.
+is a view breaks this hook in two ways. If the base of the view was changed in place after the view
+was made (``y = h.view(-1); h[0] += 1; return y``), the process ends by SIGSEGV when torch registers
+the hook (pytorch issue 196459). If the caller changes the view in place (``y = block(x); y += x``),
+the hook is lost, and backward fails because the parameters are not all-gathered. Therefore each
+view among the outputs is replaced by a tensor with its own autograd node. The tensor shares the
+memory and the version counter of the view.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Tensor parallelism: split the matrices of a plan over the ``tensor`` axis. A plan maps patterns
-of module names to a torch ``ParallelStyle``, or to a word that names a style:
+of module names to a torch ``ParallelStyle``, or to the name of a style:
 
     colwise            splits the outputs of a Linear (its heads, its hidden units) or the columns
                        of an Embedding; the output of a Linear stays split
@@ -11,13 +11,15 @@ of module names to a torch ``ParallelStyle``, or to a word that names a style:
     colwise_gather_output
                        colwise, and the output is all-gathered: for an output head with any loss
     replicated_with_grad_allreduce
-                       for a norm of queries or keys: replicated weights, input and output are this
-                       rank's heads, gradients of the weights are summed
+                       for a norm of queries or keys: the weights are replicated, the input and
+                       the output are this rank's heads, and the gradients of the weights are
+                       summed over the ranks
     rowwise_split_input
-                       rowwise, with unsplit input: follows colwise_gather_output
+                       rowwise, for a Linear after colwise_gather_output: the module gets the
+                       unsplit input and splits this input for the ranks
     embedding_rowwise  rowwise, for an Embedding
 
-The last four words are from Hugging Face plans. Activations between layers are unsplit, except
+The last four names are from Hugging Face plans. Activations between layers are unsplit, except
 between a colwise Linear and the rowwise Linear that follows it.
 """
 

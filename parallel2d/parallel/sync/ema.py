@@ -58,7 +58,8 @@ class EMAWeights:
         vars(model)[_AVERAGE] = self
 
     def update(self, decay: float) -> None:
-        """Update the EMA weights by `update_ema`. With ``decay=0`` they become the parameters."""
+        """Update the EMA weights by `update_ema`. ``decay=0`` copies the parameters to the EMA
+        weights."""
         update_ema(self.values, self._model, decay)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Rows of ``metrics.jsonl``. `read_rows` reads them; `set_aside_after` removes the rows of steps
+"""Reads the rows of ``metrics.jsonl``: `read_rows`. `set_aside_after` removes the rows of steps
 that a restart repeats.
 
 The file is treated as untrusted. At most `LONGEST_ROW` bytes of a line are read at a time, and

@@ -1,5 +1,6 @@
-"""`Recorder` measures every step on every rank. On rank 0 it writes a row of averages every few
-steps, with totals of the run (`Goodput`), and logs warnings (`Deviation`, `Stragglers`)."""
+"""`Recorder` measures every step on every rank, and computes MFU, tokens/s and TFLOP/s. Every few
+steps, rank 0 writes a row of averages with totals of the run (`Goodput`), and logs warnings
+(`Deviation`, `Stragglers`)."""
 
 from __future__ import annotations
 

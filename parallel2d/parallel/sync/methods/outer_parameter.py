@@ -35,15 +35,16 @@ class OuterParameter:
             self.residual = torch.zeros_like(self.outer, requires_grad=False)
 
     def change(self) -> Tensor:
-        """Return the message: outer minus replica's parameter, plus the decayed error feedback."""
+        """Return the tensor to send: the outer parameter minus the replica's parameter, plus the
+        decayed error feedback."""
         own = local_part(self.own.detach())
         outer = local_part(self.outer.detach())
-        # Round the outer parameter to the storage dtype, because `take` has rounded it too: the
-        # rounding is not a change by training.
+        # `take` wrote the outer parameter in the storage dtype. Round the outer parameter here too,
+        # so that the difference contains only training and no rounding error.
         change = outer.to(own.dtype).to(outer.dtype) - own
         if self.residual is None:
             return change
-        # The new error feedback is computed when the message is quantized.
+        # The new error feedback is computed when the sent tensor is quantized.
         return local_part(self.residual) * ERROR_FEEDBACK_DECAY + change
 
     def take(self, mix: float) -> None:
