@@ -1,6 +1,6 @@
 """The command ``parallel2d``, also ``python -m parallel2d``: `main`.
 
-``parallel2d train`` equals ``python -m parallel2d.train``, and likewise for the other commands.
+Each command is also a module: ``parallel2d train`` equals ``python -m parallel2d.train``.
 """
 
 from __future__ import annotations

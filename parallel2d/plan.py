@@ -1,8 +1,8 @@
 """``python -m parallel2d.plan <overrides of train>``: find the fastest layout that fits a cluster.
 
-Prints the layout and its cost. With ``plan.dry_run=true`` it prints the cost of the given layout,
-as the train command does. With ``plan.scaling`` it prints the best layouts on 8 to 16,384 ranks.
-The command starts no training.
+The command prints the layout and its cost. With ``plan.dry_run=true`` the command prints the cost
+of the given layout, as the train command does. With ``plan.scaling`` the command prints the best
+layouts on 8 to 16,384 ranks. The command starts no training.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Collectives for small Python values: `all_gather`, `gather` and `broadcast`. The values are sent
-as JSON. The module also checks that all ranks see the same folder and data, and has `reduce` for a
-tensor of a custom training loop.
+as JSON. `reduce` reduces a tensor of a custom training loop. Other functions check that all ranks
+see the same folder and data.
 
-torch's object collectives are not used, because they unpickle received data, which can run any
-code. The values of this module are None, booleans, numbers, strings, bytes, lists, tuples, sets,
-dictionaries, dtypes, small tensors, and the dataclasses and errors that `sendable` has registered.
-Receivers get the same types.
+torch's object collectives are not used, because these collectives unpickle received data, and
+unpickling can run any code. The values of this module are None, booleans, numbers, strings, bytes,
+lists, tuples, sets, dictionaries, dtypes, small tensors, and the dataclasses and errors that
+`sendable` has registered. Receivers get the same types.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Memory of this host: `free_memory` measures it, `keep_freed_memory` makes malloc reuse it."""
+"""Memory of this host. `free_memory` measures the free memory, and `keep_freed_memory` makes malloc
+reuse freed memory."""
 
 from __future__ import annotations
 

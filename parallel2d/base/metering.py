@@ -1,5 +1,6 @@
-"""Functions that tell a meter about collectives: `control_traffic` marks them, and `wait` measures
-a wait. Without a meter both cost almost no time.
+"""Functions that inform a meter about collectives. `control_traffic` marks collectives as control
+traffic, and `wait` measures the wait for an asynchronous collective. Without a meter, both
+functions cost almost no time.
 
 torch's hooks of a process group see the start of each collective of the group. The hooks do not see
 the purpose of a collective, or the wait for an asynchronous collective.

@@ -1,12 +1,12 @@
 """The process group of a rank, its store, its device and its seeds. Start at `setup`.
 
 The train command uses `process_group`. `setup`, `teardown`, `limit_waiting` and `barrier` are for
-custom training loops, and use the same functions.
+custom training loops, and share the code of `process_group`.
 
 [Note: two timeouts] In the first step of a run, ranks compile, connect the ranks of every group and
-read files that are not cached. They may wait for each other far longer than in later steps.
-Therefore groups start with a longer timeout. After the first step `limit_waiting` lowers the
-timeout of all groups, so that a hang is noticed early.
+read files that are not cached. The waits of ranks for each other may be far longer than in later
+steps. Therefore process groups start with a longer timeout. After the first step `limit_waiting`
+lowers the timeout of all groups, so that a hang is noticed early.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
 """One node's launcher: `run_node` starts its ranks, watches them, and restarts them.
 
-The launcher decides whether and when ranks restart. It converts a failure to one exception, with
-the error of the rank that failed first. In `Round` the nodes agree on the nodes that start
-together.
+The launcher decides whether and when ranks restart. The launcher converts a failure to one
+exception, with the error of the rank that failed first. In `Round` the nodes agree on the nodes
+that start together.
 
 [Note: reasons for a restart] All workers restart for one of four reasons. (1) A worker failed. The
-launcher ends the other workers of this node immediately, because they would wait for the failed
-worker forever; see [Note: a storm of restarts]. (2) A node wants to join. The workers are asked to
-stop: they save, and no step is repeated. (3) A scheduler takes a node away, and a rank received its
-signal to stop. All workers have saved, and the other nodes continue. (4) This node timed out, and
-the other nodes continued without it. The launcher ends its workers without a save.
+launcher ends the other workers of this node immediately, because these workers would wait for the
+failed worker forever; see [Note: a storm of restarts]. (2) A node wants to join. The workers
+receive the request to stop and save, and no step is repeated. (3) A scheduler takes a node away,
+and a rank received the scheduler's signal to stop. All workers have saved, and the other nodes
+continue. (4) This node timed out, and the other nodes continued without this node. The launcher
+ends the workers of this node without a save.
 
 [Note: a storm of restarts] A limit on all restarts of a job would end a month-long run after a few
 failed nodes. Without a limit, a step that always fails would repeat forever. Therefore the limit
 counts consecutive failures without progress; progress is a step that no attempt has reached before.
-After the first of these failures the workers restart immediately. After the following failures they
-restart after 1, 2, 4 ... seconds, at most one minute.
+After the first of these failures the workers restart immediately. After the following failures the
+workers restart after 1, 2, 4 ... seconds, at most one minute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Starts ranks and waits until they end: `start_workers` for a job on one node, `start_node` on
 each node of a job on several nodes.
 
-Both return when the job has succeeded. Otherwise they raise `Preempted` after a stop with a save,
-`WorkersFailed` after a failure, or `ConfigError` for an invalid configuration.
+Both functions return when the job has succeeded. Otherwise both functions raise `Preempted` after a
+stop with a save, `WorkersFailed` after a failure, or `ConfigError` for an invalid configuration.
 """
 
 from __future__ import annotations

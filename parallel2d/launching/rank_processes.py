@@ -1,17 +1,17 @@
 """Forks ranks (`start_rank`) from a server process that has imported their modules
 (`start_server`).
 
-[Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process,
-which would be most of the cost of a start or a restart. Therefore ranks are forked from a server,
-which is a separate process without the launcher's threads and devices. The server never uses an
+[Note: why ranks are forked] Importing torch and this package takes seconds of CPU time per process.
+These seconds would be most of the cost of a start or a restart. Therefore ranks are forked from a
+server: a separate process without the launcher's threads and devices. The server never uses an
 accelerator, because the driver of an accelerator does not survive a fork. For each rank the
 launcher creates a socket pair and sends one end to the server. Through this pair the rank receives
-the request and sends its process id; later the server sends the exit code of the rank.
+the launcher's request and sends its process id; later the server sends the exit code of the rank.
 
 [Note: lifetimes of processes] On Linux the kernel kills the server when its launcher ends, and
-every rank when the server ends. A scheduler may send signals to every process of a job: the server
-blocks them. A rank is the leader of a new session, so Ctrl-C in the terminal does not reach it. The
-launcher forwards signals to the ranks.
+every rank when the server ends. A scheduler may send signals to every process of a job, so the
+server blocks signals. A rank is the leader of a new session, so Ctrl-C in the terminal does not
+reach the rank. The launcher forwards signals to the ranks.
 """
 
 from __future__ import annotations

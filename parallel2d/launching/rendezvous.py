@@ -1,11 +1,11 @@
 """The rendezvous store of a job: `find_rendezvous` for several nodes, `own_rendezvous` for one.
 
 [Note: location of the store] The store may run on one of the nodes: the node with the endpoint's
-address opens it if nothing listens at this address yet. This node must not fail. The store may also
-run outside of the nodes (``python -m parallel2d.launch store``); then any node may fail. Such a
-store exists longer than a job. Therefore a job's name ends with a number, and the job marks this
-number as closed when it ends. The next job with the same name takes the first number that is not
-closed.
+address opens the store if nothing listens at this address yet. Then this node must not fail. The
+store may also run outside of the nodes (``python -m parallel2d.launch store``); then any node may
+fail. A store outside of the nodes exists longer than a job. Therefore a job's name ends with a
+number, and the job marks this number as closed when it ends. The next job with the same name takes
+the first number that is not closed.
 
 The ranks use the same store; a prefix for each round separates their keys. Launchers communicate
 only through the store, and ranks through the store and collectives.

@@ -2,11 +2,11 @@
 
 [Note: one run directory] Only one process composes the job: the launcher of a single node, or rank
 0. Rank 0 publishes the configuration and the run directory in the rendezvous store. Restarted
-workers continue the job of the workers that they replace. For this, the first rank of each node
-writes a record of the job, and the node's launcher deletes the record when it ends. At a restart
-rank 0 reads the records of all nodes and uses the first that exists, so a node that is new in the
-job needs no record. If a record exists, the workers were restarted. The restart counters of elastic
-agents cannot show this, because they differ between nodes.
+workers continue the job of the workers that they replace. Therefore the first rank of each node
+writes a record of the job, and the node's launcher deletes this record when the launcher ends. At a
+restart rank 0 reads the records of all nodes and uses the first existing record, so a node that is
+new in the job needs no record. If a record exists, the workers were restarted. The restart counters
+of elastic agents do not show restarts reliably, because these counters differ between nodes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Loss of a model with a Linear head, computed in chunks of rows to save memory: `ChunkedHead`.
 
 [Note: a loss inside the head] FSDP unshards the head's weight only during the head's forward, so
-the loss is computed there. `ChunkedHead` gives the targets to the head before it calls the model.
-The head returns a `ChunkedLogits` with the loss instead of logits. The head must also apply the
-operations of the model on its logits, such as a soft cap. Therefore a first forward on a few rows
-records these operations, and every later forward checks that they are the same. `ChunkedLogits` is
-a dataclass because `fully_shard` searches dataclasses for the tensors from which backward starts.
-With a context axis each rank computes the loss of its slice of the sequence, and the losses are
-summed.
+the loss is computed inside this forward. `ChunkedHead` gives the targets to the head before it
+calls the model. The head returns a `ChunkedLogits` with the loss instead of logits. The head must
+also apply the operations of the model on its logits, such as a soft cap. Therefore a first forward
+on a few rows records these operations, and every later forward checks that the model applies the
+same operations. `ChunkedLogits` is a dataclass because `fully_shard` searches dataclasses for the
+tensors from which backward starts. With a context axis each rank computes the loss of its slice of
+the sequence, and the losses are summed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 [Note: gradients in forward] For each chunk of rows, forward computes the logits, the loss and the
 gradients, and frees the logits before the next chunk. After forward the gradients of ``hidden`` and
-``weight`` are known. Backward only multiplies them by the gradient of the loss, which is one
+``weight`` are known. Backward only multiplies these gradients by the gradient of the loss, a single
 number. The alternative, to compute the logits again in backward, would not save memory and would
 need a fourth matrix product.
 """

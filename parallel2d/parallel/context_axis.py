@@ -2,7 +2,7 @@
 
 [Note: gradients over the context axis] Modules outside of the blocks compute full sequences on
 every rank of the axis. Gradients are averaged over the axis, as over a data axis, so the mean of
-the ranks' gradients must equal the gradient of a single process. For this, the backward of a cut
+the ranks' gradients must equal the gradient of a single process. Therefore the backward of a cut
 returns the gradient of this rank's slice and zeros elsewhere, and the backward of a join gives each
 slice the *sum* of its gradients from all ranks.
 """
@@ -69,8 +69,8 @@ def _exchange_in_graph(parts: Tensor, ranks: int, group: str) -> Tensor:
 
     [Note: equal graphs] Each rank compiles separately, and the compiler chooses the order of
     collectives and the results to recompute in backward. These choices must be equal on all ranks
-    of a group. They depend only on the operators and shapes of the graph, so all ranks must compile
-    graphs with the same operators and shapes.
+    of a group. The choices depend only on the operators and shapes of the graph, so all ranks must
+    compile graphs with the same operators and shapes.
     """
     once = [1] * ranks
     sent = torch.ops._c10d_functional.all_to_all_single(parts.contiguous(), once, once, group)

@@ -4,8 +4,8 @@ Some gradients of a model are sharded over the shard axis, some over the shard a
 some are replicated. torch's ``clip_grad_norm_`` does not support such a mixture. Here gradients are
 grouped by the axes that shard them. The norm of the local shards of a group is reduced over exactly
 these axes. Then the norms of the groups are combined, so that the result equals the norm in a
-single process. With ``strategy=hybrid_full`` the gradients are those of the rows that this replica
-updates.
+single process. With ``strategy=hybrid_full`` a replica has gradients only for the rows that this
+replica updates.
 """
 
 from __future__ import annotations

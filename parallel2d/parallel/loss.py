@@ -1,11 +1,11 @@
 """The loss, and the scaling that makes the loss and its gradient independent of the layout.
 
 [Note: the mean over valid tokens] The loss of a global batch is the sum of the losses of its valid
-tokens divided by their number. It must not depend on the distribution of the tokens over ranks and
-micro-batches, so it is not a mean of means of ranks. Each rank calls backward on its summed loss
-times `token_weight`: (number of data ranks) / (valid tokens of the global batch). The average of
-gradients over the data ranks divides by the number of data ranks, so the result is the gradient of
-the global mean.
+tokens divided by the number of valid tokens. This loss must not depend on the distribution of the
+tokens over ranks and micro-batches, so the loss is not a mean of means of ranks. Each rank calls
+backward on its summed loss times `token_weight`: (number of data ranks) / (valid tokens of the
+global batch). The average of gradients over the data ranks divides by the number of data ranks, so
+the result is the gradient of the global mean.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 """A training run on a parallelized model: data, loop, optimizer, checkpoints, metrics and run
-directory. `assemble` builds all of them in order."""
+directory. `assemble` builds all these parts in order."""

@@ -1,5 +1,5 @@
-"""`FixedQuorum`: the quorum of a `Trainer` in a job in which no replica may fail. It has the same
-methods as `membership.StepQuorum`, the quorum of a job with replicas that may fail.
+"""`FixedQuorum`: the quorum of a `Trainer` in a job in which no replica may fail. The class has the
+same methods as `membership.StepQuorum`, the quorum of a job with replicas that may fail.
 
 `start_step` returns this rank's share of the global batch. `should_commit`, called after the status
 all-reduce, returns True if the trainer may update, and False if it must repeat the step.

@@ -4,8 +4,8 @@ return a `HookResult`. `HookCalls` calls the hooks of a run.
 [Note: hooks on every rank] Every rank calls each method of a hook at the same points of the loop.
 The result or exception of a call is first known only on the rank that made the call. If a run has
 hooks, one all-gather per step distributes the results and exceptions, so that all ranks save, stop
-or fail together. `Hook.row` and `Hook.save` run after this all-gather, so their exceptions are sent
-with the next one.
+or fail together. `Hook.row` and `Hook.save` run after this all-gather, so the exceptions of these
+two methods are sent with the next all-gather.
 """
 
 from __future__ import annotations

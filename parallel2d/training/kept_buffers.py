@@ -1,5 +1,5 @@
 """Copies of a model's buffers: `KeptBuffers`. Forward passes may change buffers, so a repeated step
-restores them first.
+first restores the buffers.
 """
 
 from __future__ import annotations

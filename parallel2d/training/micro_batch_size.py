@@ -2,9 +2,10 @@
 ``train.micro_batch_size=auto``.
 
 Before the first step `probe_micro_batch_size` runs forward and backward of the parallel model with
-increasing sizes. It restores buffers and random generators, and leaves no gradients. The result is
-equal on all ranks, because each decision uses the peak memory of the rank with the highest peak.
-`MicroBatchHalving` repeats a step in smaller micro-batches after an out-of-memory error.
+increasing sizes. The probe restores buffers and random generators, and leaves no gradients. The
+result is equal on all ranks, because each decision uses the peak memory of the rank with the
+highest peak. `MicroBatchHalving` repeats a step in smaller micro-batches after an out-of-memory
+error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Builds the model of the ``model`` config group, and collects the facts that training needs about
-it: `build_model`."""
+"""Builds the model of the ``model`` config group, and collects the facts about this model that
+training needs: `build_model`."""
 
 from __future__ import annotations
 

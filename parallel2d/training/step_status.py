@@ -1,7 +1,7 @@
 """The all-reduce of the status of a step over all ranks: `StepStatus`.
 
 [Note: one status all-reduce per step] Each step runs a single all-reduce for all values other than
-gradients. It sums a small fp64 vector, which contains:
+gradients. This all-reduce sums a small fp64 vector, which contains:
 
 * flags for a failed replica and for a replica that waits to join;
 * the loss and the squared gradient norm, which also show if a value is not finite;

@@ -1,7 +1,7 @@
 """The training loop: `Trainer.run`.
 
 Each step forms the quorum (`membership`) and accumulates gradients over this rank's micro-batches
-of the global batch. It then all-reduces the status of all ranks (`step_status`). If all live
+of the global batch. Then the step all-reduces the status of all ranks (`step_status`). If all live
 replicas have completed the gradients, the optimizer updates the parameters; otherwise the step is
 repeated.
 """

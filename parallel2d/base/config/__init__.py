@@ -1,9 +1,10 @@
 """Typed configuration: every key, its default and its consequence.
 
 The dataclasses work without Hydra (``ParallelConfig("zero3")`` in a custom training loop) and are
-the schema of the command line. The module `parallel` has the layout of a model over the ranks,
-`model_and_data` the model and the data set, `cluster` the machines, `launch` the start of ranks,
-and `job` all other sections. `checks` finds contradictions between keys, `composition` calls Hydra.
+the schema of the command line. The module `parallel` defines the sections for the layout of a model
+over the ranks, `model_and_data` for the model and the data set, `cluster` for the machines, and
+`launch` for the start of ranks. The module `job` defines all other sections. `checks` finds
+contradictions between keys, `composition` calls Hydra.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The ``cluster`` section, the machines that a job is planned for (presets are in
-``conf/cluster``), and the ``plan`` section, the options of the planner."""
+"""The ``cluster`` section describes the machines for which a job is planned (presets are in
+``conf/cluster``). The ``plan`` section has the options of the planner."""
 
 from __future__ import annotations
 

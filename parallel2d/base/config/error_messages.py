@@ -1,7 +1,7 @@
 """Error messages for wrong overrides on the command line: `explain`.
 
 Hydra stops at the first wrong override, with a message about its internals. This module tries each
-override separately. It reports each wrong override in one line, with the key, the value, the
+override separately, and reports each wrong override in one line, with the key, the value, the
 constraint and the nearest valid choice.
 """
 

@@ -1,5 +1,5 @@
 """Creates the text of ``--help`` and ``--version``: `information`. `sections` yields the
-description of every key; the documentation uses it too."""
+description of every key, for the help page and for the documentation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The sections ``optimizer``, ``scheduler``, ``train``, ``metrics``, ``profile`` and
-``checkpoint`` of a job, and `TrainConfig`, which contains all sections. `launch` has the section
+"""The sections ``optimizer``, ``scheduler``, ``train``, ``metrics``, ``profile`` and ``checkpoint``
+of a job, and `TrainConfig`, which contains all sections. The module `launch` defines the section
 ``launch``."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The section ``launch``: ranks and nodes, rendezvous, restarts, heartbeats, timeouts, and the exit
-code after SIGTERM. `job` has the other sections of a job."""
+code after SIGTERM. The module `job` defines the other sections of a job."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@ is the default process group of a job with replicas that may fail.
 
 [Note: replicas that never stop] The ranks that together have one copy of the model are a replica:
 all ranks of one coordinate of the replicate axis. If one rank fails, its complete replica counts as
-failed: all its ranks end, restart and join again. The groups inside a replica never change. The
-live replicas are the *quorum*. If a replica fails, leaves or joins, the quorum ends and the live
-replicas form the next quorum. Each quorum has a number, and its collectives across replicas use new
-communicators. For torch, two process groups across replicas exist until the job ends: the default
-group (`World`) and the group of the replicate axis (`Across`). Both have a custom backend. A
-replica creates its process groups without the other replicas.
+failed: all ranks of the replica end, restart and join again. The groups inside a replica never
+change. The live replicas are the *quorum*. If a replica fails, leaves or joins, the quorum ends and
+the live replicas form the next quorum. Each quorum has a number, and its collectives across
+replicas use new communicators. For torch, two process groups across replicas exist until the job
+ends: the default group (`World`) and the group of the replicate axis (`Across`). Both process
+groups have a custom backend. A replica creates its process groups without the other replicas.
 
 [Note: a step is committed everywhere or nowhere] No rank blocks in a call that another replica
 could delay. After a failure all collectives across replicas end immediately, without a result. Each
@@ -21,9 +21,9 @@ commits, and the survivors recompute the complete global batch.
 A node that is missing at the start of a job counts as failed. Its ranks are in the world but not in
 the first quorum, and the node joins later.
 
-Outside of steps, the survivors repeat a collective of the default group until all of them have the
-same result. Other traffic between replicas, such as the outer steps of ``sync=diloco``, is repeated
-until all live ranks have completed it (`finished_everywhere`).
+Outside of steps, the survivors repeat a collective of the default group until all survivors have
+the same result. Other traffic between replicas, such as the outer steps of ``sync=diloco``, is
+repeated until all live ranks have completed this traffic (`finished_everywhere`).
 
 If replicas split the optimizer state (`Quorum.needs_all`), the survivors wait for a failed replica,
 and all replicas roll back to a checkpoint. They discard all changes after this checkpoint.

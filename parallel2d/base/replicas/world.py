@@ -1,8 +1,8 @@
 """Process groups across replicas that may fail: `World`, `Across`, `Everyone`.
 
 Each of these classes is a `torch.distributed.Backend`. Its process group stays the same object
-while the live members change. `create` returns the backend of a new group; for a group inside one
-replica this is torch's gloo backend.
+while the live members change. `create` returns the backend of a new group; the backend of a group
+inside one replica is torch's gloo backend.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ connections and frames. Only the client needs torch.
 
 [Note: mutual authentication] torch's own store needs no password, and its values decide which code
 a job runs. In this store, both ends of a connection first prove that they have the job's secret.
-They do not send the secret, but an HMAC-SHA256 of new random numbers. Requests are read only after
-both proofs. Every later frame carries an authentication code of its content and its number; the key
-of the code is different for each connection and direction. A forged, altered, repeated, reordered
-or truncated frame ends the connection. Values are not encrypted. On one node the store listens on a
-Unix socket in a private folder, and opens no port.
+Each end sends an HMAC-SHA256 of new random numbers, and never the secret. Requests are read only
+after both proofs. Every later frame carries an authentication code of its content and its number;
+the key of the code is different for each connection and direction. A forged, altered, repeated,
+reordered or truncated frame ends the connection. Values are not encrypted. On one node the store
+listens on a Unix socket in a private folder, and opens no port.
 """

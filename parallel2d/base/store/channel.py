@@ -2,9 +2,9 @@
 authenticated frames. The content of a frame is a list of fields. Start at `Channel`.
 
 The server sends a greeting and a random number. The client answers with another random number and
-its proof, the server with its proof. All three messages have a fixed size. A frame consists of
-three parts: the length of the content; an authentication code of direction, frame number, length
-and content; and the content.
+the client's proof. The server answers with the server's proof. All three messages have a fixed
+size. A frame consists of three parts: the length of the content; an authentication code of
+direction, frame number, length and content; and the content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Searches for the fastest layout that fits into memory: `search`.
 
 All layouts are sorted by their step time. The search chooses the fastest layout whose predicted
-peak fits into memory. With ``plan.verify=true`` its traced peak must fit too.
+peak fits into memory. With ``plan.verify=true`` the traced peak of this layout must fit too.
 """
 
 from __future__ import annotations

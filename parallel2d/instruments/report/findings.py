@@ -1,5 +1,6 @@
-"""Findings about runs that need action: `describe_runs`. Each other public function returns the
-sentences about one kind of finding; none if the rows do not show it.
+"""Findings that need action, in one or several runs: `describe_runs`. Each other public function
+returns the sentences about one kind of finding, or no sentence if the rows do not show this
+finding.
 
 [Note: noise] Another program on the same cores slows only some steps of a run. An effect of the
 layout, the data or a machine is permanent. Therefore waits and slow ranks are reported only if a

@@ -5,7 +5,8 @@ of one micro-batch on fake tensors. A `MemoryEvent` records the memory without p
 point where FSDP would all-gather, free or reduce a group. `cost.predicted_peak` adds the
 allocations of FSDP at these points, for any sizes of the data axes.
 
-The gradients of a group are freed once all of them exist, because FSDP reduces them at this point.
+The gradients of a group are freed once all gradients of the group exist, because FSDP reduces the
+group at this point.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ one mesh axis, and `collective_seconds` returns the seconds of a collective.
 
 [Note: collectives in time] The prediction assumes ring algorithms, with the latencies of NCCL's
 tuning model (``src/graph/tuning.cc``). A ring through the ranks of a group leaves each host once,
-so a host sends the bytes of one rank over its link for each group with ranks on the host. If a host
-has one rank of each of eight groups, its link carries the bytes of eight ranks; if it has eight
-ranks of one group, the bytes of one rank. An all-gather or reduce-scatter over n ranks on m hosts
-has m - 1 steps between hosts and n - m steps inside hosts, an all-reduce twice as many. For few
-bytes an all-reduce uses a tree, with 2 log2(m) steps between hosts. Gloo (CPU) uses only rings, and
-its reduce-scatter has the steps of an all-reduce.
+so a host sends the bytes of one rank over its link for each group with ranks on the host. The link
+of a host with one rank of each of eight groups carries the bytes of eight ranks. The link of a host
+with eight ranks of one group carries the bytes of one rank. An all-gather or reduce-scatter over n
+ranks on m hosts has m - 1 steps between hosts and n - m steps inside hosts. An all-reduce has twice
+as many steps. For few bytes an all-reduce uses a tree, with 2 log2(m) steps between hosts. Gloo
+(CPU) uses only rings, and its reduce-scatter has the steps of an all-reduce.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Meta copy of a model with context and tensor parallelism but without FSDP: `meta_copy`.
 
-The copy runs without memory and computation, to count the communication over these axes:
-`count_tensor_axis`.
+`count_tensor_axis` runs the copy, without memory and computation, to count the communication over
+the context and tensor axes.
 """
 
 from __future__ import annotations

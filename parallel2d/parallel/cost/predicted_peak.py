@@ -1,12 +1,13 @@
 """Prediction of the peak memory of a step: `predict_peak`.
 
-It adds the allocations of FSDP to the activations of a model without FSDP
+`predict_peak` adds the allocations of FSDP to the activations of a model without FSDP
 (`cost.activation_profile`) at each point of a step.
 
 [Note: memory of sharding] FSDP allocates this memory, in addition to activations:
 
 - Unsharded parameters, from the all-gather of a group until its reshard. On a shard axis of one
-  rank without casts they are aliases of the sharded parameters and need no memory.
+  rank without casts, the unsharded parameters are aliases of the sharded parameters and need no
+  memory.
 - The output of the last all-gather, until the next all-gather.
 - In backward, the parameters of the ``prefetch.backward`` next groups. The root's parameters and
   large groups outside of the blocks stay unsharded from forward until their gradients are reduced.

@@ -1,6 +1,6 @@
 """Make unsharded parameters aliases of the sharded parameters, on a mesh of one rank.
 
-Without this, FSDP copies the parameters in each all-gather.
+Without these aliases, FSDP copies the parameters in each all-gather.
 """
 
 from __future__ import annotations

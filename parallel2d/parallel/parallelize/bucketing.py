@@ -7,8 +7,8 @@ no group belong to the root's group.
 no computation overlaps with the reduction. A large embedding and a large head therefore form two
 groups: the gradients of the head are reduced while backward computes the blocks. Backward begins
 with the head, so both groups stay unsharded between forward and backward, as the root's group does.
-They are gathered at the beginning of each forward of the model, because a model may read a weight
-without a call of its module (``F.linear(h, self.embedding.weight)``).
+Both groups are all-gathered at the beginning of each forward of the model, because a model may read
+a weight without a call of its module (``F.linear(h, self.embedding.weight)``).
 """
 
 from __future__ import annotations

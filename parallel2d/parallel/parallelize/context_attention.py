@@ -1,10 +1,10 @@
 """Attention over sequences that are split over the context axis.
 
-Each rank holds a slice of the positions. For attention it exchanges slices with the other ranks in
-one of two ways. Either it gets all positions for some of the heads (an all-to-all, as in Ulysses),
-or it all-gathers the keys and values and uses only the queries of its slice. Query, key and value
-are [batch, heads, slice, dim]. Masks broadcast to [batch, heads, queries, keys], where the queries
-are all positions or this rank's slice.
+Each rank holds a slice of the positions. For attention the rank exchanges slices with the other
+ranks in one of two ways. Either the rank gets all positions for some of the heads (an all-to-all,
+as in Ulysses), or the rank all-gathers the keys and values and uses only the queries of its slice.
+Query, key and value are [batch, heads, slice, dim]. Masks broadcast to [batch, heads, queries,
+keys], where the queries are all positions or this rank's slice.
 """
 
 from __future__ import annotations

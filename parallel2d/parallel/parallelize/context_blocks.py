@@ -1,9 +1,9 @@
 """Blocks that compute on a slice of the positions: `Stack` and `SplitBlock`.
 
 A stack is the repeated blocks of one container, such as ``model.layers``. The first block of a
-stack cuts its input into slices, and the last block joins the slices of its output. Between them,
-only ``F.scaled_dot_product_attention`` mixes positions of different ranks; see `context_attention`.
-Modules outside of the stacks get full sequences.
+stack cuts its input into slices, and the last block joins the slices of its output. Between the
+first and the last block, only ``F.scaled_dot_product_attention`` mixes positions of different
+ranks; see `context_attention`. Modules outside of the stacks get full sequences.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The repeated blocks of the model must mix positions only in ``F.scaled_dot_product_attention``.
 `parallelize` calls `intercept_attention` before activation checkpointing and compilation,
-`slice_blocks` after them, and `learn_at_first` after all other transforms.
+`slice_blocks` after compilation, and `learn_at_first` after all other transforms.
 
-Before the first forward, `ContextCheck` compares a split forward with an unsplit forward. If they
-differ, it raises an error that names the module that cannot be split.
+Before the first forward, `ContextCheck` compares a split forward with an unsplit forward. If the
+results differ, the check raises an error that names the module that cannot be split.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Float8 training of the Linear layers in blocks, by torchao: `convert_to_float8`.
 
 Weights are stored in `precision.storage` and all-gathered in `precision.param`. Each matrix product
-scales them and casts them to float8.
+scales the weights and casts the weights to float8.
 """
 
 from __future__ import annotations

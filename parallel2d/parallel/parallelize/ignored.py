@@ -2,8 +2,8 @@
 
 [Note: ignored parameters are frozen] The gradients of ignored parameters are not reduced, so the
 ranks would diverge without an error if such a parameter were trained. Therefore only frozen
-parameters may be ignored. They need no fp32 copy for an optimizer, and are stored in the compute
-dtype.
+parameters may be ignored. Frozen parameters need no fp32 copy for an optimizer, and are stored in
+the compute dtype.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Support for scripts written for ``DistributedDataParallel`` or transformers:
 `explain_model_calls`.
 
-Such a script calls methods of the model, or pickles its tensors, in ways that sharding changes. The
-calls then either work or raise an error that names the remedy. The changes are attributes of the
-model object and of its tensors, and no changes of torch.
+These scripts call methods of the model, or pickle its tensors. Without this module, some of these
+calls would fail or give wrong results for a sharded model. With this module, each call either works
+or raises an error that names the remedy. The module sets attributes of the model object and of its
+tensors, and does not change torch.
 """
 
 from __future__ import annotations

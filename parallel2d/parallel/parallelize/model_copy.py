@@ -1,8 +1,8 @@
 """Sharded copies of a parallelized model: `sharded_copy` (frozen) and ``copy.deepcopy``.
 
-The hooks and FSDP groups of a model refer to that model, so they cannot be copied. Therefore a meta
-copy of the model is made before the transforms of `parallelize`. A sharded copy starts from this
-meta copy, and the transforms are applied to it.
+The hooks and FSDP groups of a model refer to that model, so hooks and groups cannot be copied.
+Therefore a meta copy of the model is made before the transforms of `parallelize`. To make a sharded
+copy, the transforms are applied to a model from this meta copy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Before a step the hooks raise errors for misuse, shard an unsharded optimizer state that a script
 has loaded, and notify the models of the update. If the optimizer is elementwise, the step runs on
-this rank's local shards, without the overhead of `DTensor`. For this, the pre-hook replaces the
+this rank's local shards, without the overhead of `DTensor`. In this case the pre-hook replaces the
 ``self`` argument of the step by a stand-in optimizer, whose parameters are the local shards.
 """
 

@@ -1,18 +1,19 @@
 """Prefetch: all-gather the parameters of the next FSDP groups in advance (`prefetch_parameters`).
 
-[Note: the order of groups] Prefetching needs the order in which groups run. It may differ from the
-order of registration: a model may run its modules in any order, or run a module twice. Therefore
-the first forward runs without prefetch and records the order. At its end each group gets a prefetch
-*chain*: the list of the next groups. A group that ran several times has no unique successor. It
-gets no chain, is in no chain, and is all-gathered when it runs. If a later forward runs other
-groups, its results are still correct: unused prefetched parameters are freed, and only the time of
-their all-gather is lost.
+[Note: the order of groups] Prefetching needs the order in which groups run. This order may differ
+from the order of registration: a model may run its modules in any order, or run a module twice.
+Therefore the first forward runs without prefetch and records the order. At the end of this forward
+each group gets a prefetch *chain*: the list of the next groups. A group that ran several times has
+no unique successor. Therefore this group gets no chain, is in no chain, and is all-gathered when it
+runs. If a later forward runs other groups, its results are still correct: unused prefetched
+parameters are freed, and only the time of their all-gather is lost.
 
 Without a chain, torch prefetches one group in backward, by its record of post-forward hooks. This
 record also contains forwards of a validation and of earlier micro-batches. The first group of the
-current forward is the last in backward, and torch would prefetch a group of an earlier forward
-after it. Therefore this group gets a chain that prefetches no group. Forward chains are removed
-during backward, because activation checkpointing runs forwards of blocks there.
+current forward is the last group of the backward, and torch would prefetch a group of an earlier
+forward after the last group. Therefore the first group gets a chain that prefetches no group.
+Forward chains are removed during backward, because activation checkpointing runs forwards of blocks
+during backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The custom all-gather and reduce-scatter of an FSDP group.
 
-Both write an entry in the order of the shard group before they issue their collective; see
-[Note: one order of collectives].
+Before each collective is issued, an entry for the collective is written to the order of the shard
+group; see [Note: one order of collectives].
 """
 
 from __future__ import annotations

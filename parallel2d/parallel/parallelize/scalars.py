@@ -1,11 +1,11 @@
 """Parameters without dimensions or without elements: `replicate_scalars`.
 
 Examples are the temperature of a contrastive loss and adapters of rank 0. `fully_shard` supports
-neither. Here each of these parameters becomes a `DTensor` that is replicated over all axes, so that
-optimizers, gradient norms, states and checkpoints handle it like all other parameters. During
-forward and backward, the modules hold a *compute parameter* instead: an `nn.Parameter` that shares
-the memory of the `DTensor`. Its gradient is averaged over the data ranks together with the other
-gradients.
+neither kind of parameter. Here each of these parameters becomes a `DTensor` that is replicated over
+all axes, so that optimizers, gradient norms, states and checkpoints handle it like all other
+parameters. During forward and backward, the modules hold a *compute parameter* instead: an
+`nn.Parameter` that shares the memory of the `DTensor`. Its gradient is averaged over the data ranks
+together with the other gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Keep unsharded parameters consistent with updates of the sharded parameters: `follow_updates`.
 
 `fully_shard` frees the storage of unsharded parameters and fills it again. If a sharded parameter
-changes, the next forward must all-gather it again, and autograd must raise an error if a pending
-backward needs the old values. Outputs of a forward must not share the storage of unsharded
-parameters, because this storage is freed.
+changes, the next forward must all-gather this parameter again, and autograd must raise an error if
+a pending backward needs the old values. Outputs of a forward must not share the storage of
+unsharded parameters, because this storage is freed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Reduction of gradients over the replicate axis.
 
-`methods/` defines the tensors that replicas exchange and when, `formats/` defines the communication
-formats, and `engine/` runs the reductions during and after a backward pass.
+`methods/` defines the tensors that replicas exchange and the steps of the exchanges, `formats/`
+defines the communication formats, and `engine/` runs the reductions during and after a backward
+pass.
 """
 
 from parallel2d.parallel.sync.engine.accumulation import (

@@ -1,7 +1,7 @@
 """Functions for custom training loops: synchronization of the replicas.
 
-They attach an optimizer, which ``strategy=hybrid_full`` and ``sync=diloco`` need, compare replicas,
-and register a custom communication hook.
+The functions attach an optimizer, which ``strategy=hybrid_full`` and ``sync=diloco`` need, compare
+replicas, and register a custom communication hook.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Resharding intersects the regions of one layout with the regions of another layo
 part of one row of the unsharded tensor (a row has all dims after the first), so sharding by rows
 cuts no block. The block length is the largest power of two, from 32 to 256, that divides an eighth
 of the row length, so that tensor parallelism over up to eight ranks cuts no block either. If no
-power of two from 32 divides it, the length is 32.
+power of two from 32 divides an eighth of the row length, the block length is 32.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 [Note: master values] With some synchronization methods the parameters are not the values to save.
 With ``sync=diloco`` each replica has different parameters, and with split updates in bf16 all
-replicas compute with rounded parameters. Such a method stores the values to save in addition to the
+replicas compute with rounded parameters. These methods store the values to save in addition to the
 parameters, as master values (`MasterValues`): the outer parameters, or unrounded parameters.
 """
 

@@ -1,6 +1,6 @@
 """The source of a model's initial weights: `WeightSource`.
 
-It also checks that all ranks have the same model.
+`WeightSource` also checks that all ranks have the same model.
 """
 
 from __future__ import annotations

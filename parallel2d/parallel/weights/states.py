@@ -1,7 +1,7 @@
 """The state of a sharded model and its optimizer in memory.
 
 `full_state` returns unsharded tensors and `sharded_state` local shards. `load_full_state`,
-`load_sharded_state` and `load_state` load them. `Checkpointer` saves states to files.
+`load_sharded_state` and `load_state` load these tensors. `Checkpointer` saves states to files.
 
 ``torch.distributed.checkpoint.state_dict`` is not used. Its getters run an optimizer step if the
 optimizer state is empty, and do not support parameters of which a replica updates only a part. Its

@@ -6,8 +6,8 @@ writes and publishes new checkpoints, deletes old checkpoints, and moves damaged
 and no file is overwritten. On a file system, a checkpoint is first written to a folder
 ``.saving-...``, which readers ignore. Every file is flushed to disk and read back, and the manifest
 is written last. Then the folder is flushed and renamed to ``step-00000100``. Object stores cannot
-rename a folder. There a folder counts as a checkpoint only if it has a manifest, which is written
-last and deleted first.
+rename a folder. In an object store, a folder counts as a checkpoint only if the folder has a
+manifest. The manifest is written last and deleted first.
 """
 
 from __future__ import annotations

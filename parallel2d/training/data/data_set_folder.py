@@ -3,8 +3,9 @@
 `download` downloads the files of a data set on the Hub.
 
 Folders are untrusted. The patterns in a README may name files outside of the folder, or network
-addresses, and the library would read them. The functions in this module return only regular files
-inside the folder. Only `download` uses the network, and only to contact the Hub.
+addresses, and the data-set library would read these files and addresses. The functions in this
+module return only regular files inside the folder. Only `download` uses the network, and only to
+contact the Hub.
 """
 
 from __future__ import annotations

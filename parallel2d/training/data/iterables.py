@@ -2,12 +2,13 @@
 
 [Note: positions in iterables] An iterable can only be read in order, but a stream must find the
 sample of any position. Therefore each global batch is divided into *lanes*: blocks of consecutive
-positions. Lane l reads the shards l, l + lanes, l + 2·lanes, ... one after the other, in each epoch
-in another order. The number of lanes depends only on the number of shards and the global batch
-size, so the position of a sample does not depend on ranks. Each rank reads the lanes that contain
-its micro-batches. The samples of a lane are divided into *windows*, and an `Order` permutes the
-samples in each window. At the beginning of each window, a *note* records the position in the
-source. Checkpoints contain one note per lane, from which any rank can continue this lane.
+positions. Lane l reads the shards l, l + lanes, l + 2·lanes, ... one after the other. The order of
+these shards differs between epochs. The number of lanes depends only on the number of shards and
+the global batch size, so the position of a sample does not depend on ranks. Each rank reads the
+lanes that contain its micro-batches. The samples of a lane are divided into *windows*, and an
+`Order` permutes the samples in each window. At the beginning of each window, a *note* records the
+position in the source. Checkpoints contain one note per lane, from which any rank can continue this
+lane.
 """
 
 from __future__ import annotations

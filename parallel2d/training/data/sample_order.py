@@ -9,9 +9,9 @@ position is computed directly, without stored state, and does not depend on rank
 can resume on any layout.
 
 [Note: cycle walking] A Feistel network permutes 2**bits values. If the size is not a power of two,
-the network is applied again until its output is below the size. These values stay on one cycle of
-the permutation, which must reach a value below the size again. The result is therefore a
-permutation of the values below the size (Black and Rogaway, "Ciphers with Arbitrary Finite
+the network is applied again until its output is below the size. All these outputs are on one cycle
+of the permutation, and this cycle must reach a value below the size again. The result is therefore
+a permutation of the values below the size (Black and Rogaway, "Ciphers with Arbitrary Finite
 Domains", 2002). Because 2**bits is below twice the size, fewer than two applications are expected.
 """
 

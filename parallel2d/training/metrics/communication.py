@@ -1,5 +1,5 @@
 """`CommunicationMeter` measures the bytes, calls and seconds of the collectives over each mesh
-axis. While it is installed, it has hooks on the process groups of the axes.
+axis. While the meter is installed, it has hooks on the process groups of the axes.
 
 [Note: counted collectives] Each all-reduce, all-gather, reduce-scatter and all-to-all in the
 process group of an axis is counted, except control traffic (`base.metering`). The bytes are the
@@ -7,12 +7,12 @@ bytes that a rank sends: the size of the tensors multiplied by the factor of `se
 
 [Note: seconds of collectives] On CPU, the seconds of a collective are the time for which the
 calling thread was blocked, and all of this time is exposed. On a device, the seconds are measured
-by two events: around the collective, or around the wait for it, in the stream that waits. Torch's
-hooks run when a collective is issued. The hook after the collective waits for it if its caller
-would wait for it next anyway. This is the case for synchronous collectives, and for all collectives
-of the tensor and context axes, because the next operation needs their results. Asynchronous
-collectives of the other axes are measured where `base.metering.wait` awaits them. If they are
-awaited elsewhere, only bytes and calls are measured.
+by two events: around the collective, or around the wait for the collective, in the stream that
+waits. Torch's hooks run when a collective is issued. The hook after a collective waits for the
+collective if the caller would also wait next. Callers wait next after synchronous collectives, and
+after all collectives of the tensor and context axes, because the next operation needs the result.
+Asynchronous collectives of the other axes are measured where `base.metering.wait` awaits them. If
+these collectives are awaited elsewhere, only bytes and calls are measured.
 
 [Note: exposed seconds] On a device, one event before and one event after a wait in the compute
 stream enclose exactly the time for which this stream was idle. Torch has no hooks for streams and

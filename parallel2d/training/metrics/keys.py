@@ -1,5 +1,5 @@
 """TensorBoard tags of all measurements, which are also the keys of the rows in ``metrics.jsonl``.
-Does not import torch, because reports do not need torch."""
+This module does not import torch, because reports do not need torch."""
 
 from __future__ import annotations
 

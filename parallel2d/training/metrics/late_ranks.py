@@ -1,5 +1,5 @@
-"""Heartbeats of ranks: `HeartbeatMonitor`. If a collective times out, it names the late ranks, for
-which the other ranks wait.
+"""Heartbeats of ranks: `HeartbeatMonitor`. If a collective times out, the monitor names the late
+ranks, for which the other ranks wait.
 
 Once a second, a thread of each rank writes a heartbeat with the rank's position to the rendezvous
 store. After a timeout, `HeartbeatMonitor.explain` names the late ranks. Shortly before the timeout,

@@ -1,17 +1,17 @@
 """The optimizer of a parallelized model: `build_optimizer`.
 
 `build_optimizer` returns a ``torch.optim.Optimizer`` whose updates equal those of a single process,
-on any layout. AdamW, Adam and SGD are the classes of torch, because these update each element
-separately. Muon needs unsharded matrices and is in `muon.py`. A custom optimizer is built by a
-user's function from the same parameter groups; if it needs unsharded matrices, `whole_matrices`
-wraps it. The optimizers with state in bf16 or int8 are in `low_precision.py`.
+on any layout. AdamW, Adam and SGD are the classes of torch, because these classes update each
+element separately. Muon needs unsharded matrices and is in `muon.py`. A custom optimizer is built
+by a user's function from the same parameter groups; if it needs unsharded matrices,
+`whole_matrices` wraps it. The optimizers with state in bf16 or int8 are in `low_precision.py`.
 
 [Note: parameter groups] By default, weight decay applies to parameters with two or more dims, and
 not to norms and biases. With Muon, the matrices of the repeated blocks are updated by Muon, and all
-other parameters by AdamW. An entry of ``optimizer.groups`` has a pattern and settings. It changes
-these settings for all parameters whose fully qualified name (FQN) matches the pattern. If several
-entries match a name, the first of them applies. FQNs and shapes do not depend on the layout, so the
-groups and their order do not depend on it either.
+other parameters by AdamW. An entry of ``optimizer.groups`` has a pattern and settings. The entry
+changes these settings for all parameters whose fully qualified name (FQN) matches the pattern. If
+several entries match a name, the first matching entry applies. FQNs and shapes do not depend on the
+layout, so the groups and their order do not depend on the layout either.
 """
 
 from __future__ import annotations

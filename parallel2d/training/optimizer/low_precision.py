@@ -13,12 +13,13 @@ layout.
 
 In int8, each block of values has one scale: the largest magnitude in the block. The first moment
 has 127 codes per sign; a code stands for (code / 127)**4 of the scale. The second moment has 255
-codes; a code stands for (code / 255)**8 of the scale, so its square root, by which the update
-divides, also follows a fourth power. The relative distance between adjacent codes is 3 % for values
-near the scale, 10 % at 1/100 of the scale, and 30 % at 1/10,000, so that small values of a block do
-not become zero. A second moment above zero gets at least the code 1, because the update divides by
-its root. The powers and roots are computed only by products and square roots, which every device
-rounds correctly (IEEE 754). Therefore the codes are bitwise equal on all devices.
+codes; a code stands for (code / 255)**8 of the scale. The update divides by the square root of the
+second moment, which therefore also follows a fourth power. The relative distance between adjacent
+codes is 3 % for values near the scale, 10 % at 1/100 of the scale, and 30 % at 1/10,000, so that
+small values of a block do not become zero. A second moment above zero gets at least the code 1,
+because the update divides by the root of this moment. The powers and roots are computed only by
+products and square roots, which every device rounds correctly (IEEE 754). Therefore the codes are
+bitwise equal on all devices.
 
 Parameters with fewer than two dims (norms, biases) keep their state in the dtype of the parameter.
 """

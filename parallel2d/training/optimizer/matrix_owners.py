@@ -1,16 +1,17 @@
 """`MatrixOwners` assigns each sharded tensor to a rank, its owner. The tensor is gathered on its
 owner, and the result is scattered to all ranks.
 
-[Note: one owner per matrix] The axes are numbered from the inside out: tensor, shard, and with
-``hybrid_full`` replicate. With the other strategies each replica has its own owners, so that no
-matrix crosses the replicate axis. A matrix is sharded axis by axis in this order: each axis either
-shards the tensor that the previous axes have left, or replicates it. The gather goes through the
-axes in reverse order. For an axis that shards the matrix, its ranks send their shards to the rank
-at the owner's position on this axis. An axis that replicates the matrix needs no communication:
-only the ranks at the owner's position take part. The scatter goes through the axes in order: the
-rank at the owner's position sends every rank of the axis its shard, or a copy. For each axis, this
-is one all-to-all for all matrices of a round. It uses the mesh's process group of the axis, so that
-its bytes are counted as for other collectives.
+[Note: one owner per matrix] The axes are numbered from the inside out: tensor, shard, and, with
+``hybrid_full``, also replicate. With the other strategies each replica has its own owners, so that
+no matrix crosses the replicate axis. A matrix is sharded axis by axis in this order: each axis
+either shards the tensor that the previous axes have left, or replicates it. The gather goes through
+the axes in reverse order. For an axis that shards the matrix, its ranks send their shards to the
+rank at the owner's position on this axis. An axis that replicates the matrix needs no
+communication: only the ranks at the owner's position take part. The scatter goes through the axes
+in order: the rank at the owner's position sends every rank of the axis its shard, or a copy. For
+each axis, the gather and the scatter are one all-to-all each, for all matrices of a round. Each
+all-to-all uses the mesh's process group of the axis, so that the bytes are counted as for other
+collectives.
 
 Owners, rounds and the order of collectives depend only on shapes, and are therefore equal on all
 ranks. Matrices are assigned in decreasing order of cost, each to the rank with the least work so

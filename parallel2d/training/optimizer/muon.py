@@ -5,11 +5,11 @@ of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
 Its update is the unsharded momentum matrix, orthogonalized by Newton-Schulz iterations in bf16.
 Iterations on shards would round differently from iterations on the unsharded matrix. Therefore one
-rank, the owner, runs them. Every rank casts its shard to bf16, which is the first operation of the
-iteration, and sends it to the owner. The owner sends every rank its shard of the result. If a
-parameter contains several matrices (`matrix_splits.py`), its owner iterates on each of them; see
-[Note: one owner per matrix] in `matrix_owners.py`. The matrices of a model are divided among the
-ranks by the FLOPs of their iterations.
+rank, the owner, runs the iterations. Every rank casts its shard to bf16, the first operation of the
+iteration, and sends the cast shard to the owner. The owner sends every rank its shard of the
+result. If a parameter contains several matrices (`matrix_splits.py`), its owner iterates on each
+matrix; see [Note: one owner per matrix] in `matrix_owners.py`. The matrices of a model are divided
+among the ranks by the FLOPs of their iterations.
 """
 
 from __future__ import annotations

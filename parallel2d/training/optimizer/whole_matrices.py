@@ -2,12 +2,12 @@
 
 [Note: an optimizer that sees whole tensors] Each parameter group (with ``split=True`` each
 parameter) is assigned to one rank, its owner. In a step the owner receives the unsharded parameters
-and gradients, and an optimizer of the user's class updates them there. Every rank then receives its
-shard of the new values; see [Note: one owner per matrix] in `matrix_owners.py`. Between steps, only
-the owners have the state of the class. During a save, and after a load, all ranks have the state in
-``WholeMatrices.state`` instead. There, state with the shape of its parameter is sharded like the
-parameter, and all other state is equal on all ranks. The next step moves the state back to the
-owners.
+and gradients, and an optimizer of the user's class updates the parameters on the owner. Every rank
+then receives its shard of the new values; see [Note: one owner per matrix] in `matrix_owners.py`.
+Between steps, only the owners have the state of the class. During a save, and after a load, all
+ranks have the state in ``WholeMatrices.state`` instead. In ``WholeMatrices.state``, state with the
+shape of its parameter is sharded like the parameter, and all other state is equal on all ranks. The
+next step moves the state back to the owners.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ network works again.
 
 [Note: a second start] A user or a scheduler may start the same command twice. The later start
 writes a request into the run directory and waits. In its next step, the earlier start reads the
-request, saves, ends, and marks its lock as ended. The later start then restores that checkpoint.
-The later start does not wait for an owner that has failed: its process has ended on this machine,
-or its heartbeat (the modification time of ``owner.json``) is old.
+request, saves, ends, and marks its lock as ended. The later start then restores the checkpoint of
+this save. The later start does not wait for an owner that has failed: its process has ended on this
+machine, or its heartbeat (the modification time of ``owner.json``) is old.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ reads the records, and `changes_since` compares two starts.
 number of their segment.
 
 [Note: pending records] Hydra writes the composed configuration before any check of the start.
-Therefore Hydra writes it to a separate folder. When the start is accepted, this folder replaces
-``.hydra``; when the start is refused, the folder is removed. Thus ``.hydra``, ``layout.json`` and
-``owner.json`` always describe the last start that was accepted and had steps to train.
+Therefore Hydra writes the configuration to a separate folder. When the start is accepted, this
+folder replaces ``.hydra``; when the start is refused, the folder is removed. Thus ``.hydra``,
+``layout.json`` and ``owner.json`` always describe the last start that was accepted and had steps to
+train.
 """
 
 from __future__ import annotations

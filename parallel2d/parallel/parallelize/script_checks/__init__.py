@@ -1,8 +1,9 @@
 """Checks that find errors of a training script in its first steps: `check_script`.
 
-The checks are active during the first ``checks.steps`` optimizer steps of a model. Then all hooks
-and modes are removed. Some errors, such as a write to a part of a parameter, are found only on some
-ranks. If a backward pass follows, its status all-reduce notifies the other ranks.
+The checks are active during the first ``checks.steps`` optimizer steps of a model. After these
+steps all hooks and modes are removed. Some errors, such as a write to a part of a parameter, are
+found only on some ranks. If a backward pass follows, its status all-reduce notifies the other
+ranks.
 """
 
 from __future__ import annotations

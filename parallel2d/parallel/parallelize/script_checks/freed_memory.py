@@ -1,7 +1,7 @@
 """Raise errors for reads of unsharded parameters whose storage FSDP has freed: `refusing_reads`.
 
 A script may keep a view of an unsharded parameter. After resharding the storage of the view has no
-bytes. A kernel that reads the view then reads address 0, which ends the process.
+bytes. A kernel that reads the view then reads address 0, and the process ends.
 """
 
 from __future__ import annotations

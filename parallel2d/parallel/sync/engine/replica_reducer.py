@@ -4,14 +4,15 @@
 batch the engine averages the sharded gradients of each group over the replicas. A parameter that a
 replica did not use counts as a zero gradient, also if the last micro-batch of the replica skips the
 whole group. Therefore the means are correct if replicas route data differently through the model.
-FSDP2's second mesh axis (HSDP) is not correct in this case: its partial sums over micro-batches do
-not record which parameters they belong to.
+FSDP2's second mesh axis (HSDP) is not correct in this case, because HSDP's partial sums over
+micro-batches do not record the parameters of each sum.
 
 The reductions start during the last backward pass (`buckets.py`). At the end of the pass the engine
 waits for all reductions, so that after ``loss.backward()`` every ``.grad`` is the mean over all
-data ranks. A mean may be averaged a second time, because it is equal on all replicas: after a
-second backward pass, the average of the sum is the sum of both means. Finally the ranks agree on
-the parameters that have a gradient; see [Note: unused parameters].
+data ranks. If ``.grad`` already contains the mean of an earlier backward pass, the engine averages
+the sum of this mean and the new gradient. The result is the sum of both means, because the earlier
+mean is equal on all replicas. Finally the ranks agree on the parameters that have a gradient; see
+[Note: unused parameters].
 
 [Note: order of streams] Autograd computes unsharded gradients on the current stream. FSDP's
 reduce-scatter stream waits for the current stream, and the engine's accumulation stream
@@ -19,9 +20,9 @@ reduce-scatter stream waits for the current stream, and the engine's accumulatio
 casts the result, creates its views and adds them to ``.grad``. When ``post_backward`` of a group
 has returned on the host, all kernels that write the group's sharded gradients have been issued: on
 the accumulation stream, or on the current stream if the shard axis has one rank. Before each
-bucket, the stream of the buckets waits for both streams. Therefore a bucket runs after the kernels
-that write its gradients. In `finish` the current stream, on which the optimizer runs, waits for the
-stream of the buckets and for the accumulation stream.
+bucket, the stream of the buckets waits for the accumulation stream and for the current stream.
+Therefore a bucket runs after the kernels that write its gradients. In `finish` the current stream,
+on which the optimizer runs, waits for the stream of the buckets and for the accumulation stream.
 """
 
 from __future__ import annotations

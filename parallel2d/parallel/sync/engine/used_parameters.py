@@ -4,8 +4,8 @@
 reductions. For a parameter that no rank has used, an optimizer would treat these zeros as a
 gradient, and would apply weight decay and momentum. Therefore ranks agree on the parameters that
 any rank has used, and all other parameters get no gradient, as in a single process. In a custom
-training loop this is one small all-reduce at the end of the last backward pass. The trainer adds
-the same vector to an all-reduce that it runs anyway.
+training loop the ranks agree by one small all-reduce at the end of the last backward pass. The
+trainer adds the same vector to its status all-reduce.
 
 The sum also shows if a rank has a fault, if the ranks of a shard group have issued different
 collectives, if ranks have made different numbers of updates, and which buffers differ.

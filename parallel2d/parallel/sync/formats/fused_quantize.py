@@ -1,10 +1,10 @@
 """Block quantization of `quantize.py` as one Triton kernel per operation on GPUs.
 
-[Note: fused block codes] Without fusion, quantization runs about 40 operators, and each reads and
-writes all values. `quantize` and `dequantize_mean` are custom torch operators. On CUDA and ROCm
-they run the kernels of `fused_kernels.py`, on other devices the methods of `BlockFormat`. Both give
-the same bits: the kernels run the same fp32 operations, with IEEE divisions and without fused
-multiply-add (``enable_fp_fusion=False``).
+[Note: fused block codes] Without fusion, quantization runs about 40 operators, and each operator
+reads and writes all values. `quantize` and `dequantize_mean` are custom torch operators. On CUDA
+and ROCm these operators run the kernels of `fused_kernels.py`, on other devices the methods of
+`BlockFormat`. The kernels and the methods give the same bits, because both run the same fp32
+operations, with IEEE divisions and without fused multiply-add (``enable_fp_fusion=False``).
 """
 
 from __future__ import annotations

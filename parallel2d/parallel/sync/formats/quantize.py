@@ -1,15 +1,16 @@
 """Quantization of gradients in blocks of 256 values: one scale per block, 8 or 4 bits per value.
 
-[Note: block codes] A value is sent as an integer code, which is multiplied by the scale of its
-block. The scale is the largest finite magnitude of the block divided by the largest code. With
-stochastic rounding, a value is rounded at random to one of the two nearest codes, so that the
-expected result is the value. The rounding error is smaller than the scale of the block. Codes
-beyond the largest code represent infinities and NaN, so that a step with non-finite gradients is
-detected and skipped.
+[Note: block codes] A value is sent as an integer code. The receiver multiplies the code by the
+scale of the block. The scale is the largest finite magnitude of the block divided by the largest
+code. With stochastic rounding, a value is rounded at random to one of the two nearest codes, so
+that the expected result is the value. The rounding error is smaller than the scale of the block.
+Codes beyond the largest code represent infinities and NaN, so that a step with non-finite gradients
+is detected and skipped.
 
 A message has one row of bytes per block: the scale in fp32, then the codes. The random numbers are
-a hash of a key and a position. Therefore they are equal on CPU and GPU and for every sharding of a
-tensor. The numbers of a `torch.Generator` depend on its state and would not be equal.
+a hash of a key and a position. Therefore the random numbers are equal on CPU and GPU and for every
+sharding of a tensor. The numbers of a `torch.Generator` would not be equal, because these numbers
+depend on the generator's state.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ make more partial sums. Here each block of values has an owner: one of the repli
 rounds its contribution and sends each block to the block's owner (all-to-all). The owner adds the
 contributions in fp32 or wider, in the order of the replicas, rounds the mean and sends it to all
 replicas (all-gather). The contributions and the mean are rounded once, and all replicas get the
-same bits. A ring all-reduce sends the same number of bytes. With two replicas, each replica sends
-its full contribution to the other, and both compute the mean. This sends the same number of bytes,
-and the mean is not rounded.
+same bits. The exchange sends as many bytes as a ring all-reduce. With two replicas, each replica
+sends its full contribution to the other replica, and both replicas compute the mean. This exchange
+also sends as many bytes as a ring all-reduce, and the mean is not rounded.
 
 With error feedback, each replica stores the rounding error of its contribution. An owner also
 stores the rounding error of its means, multiplied by the number of replicas, so that the next mean

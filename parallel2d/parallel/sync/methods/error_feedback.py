@@ -4,7 +4,7 @@
 e is the rounding error of the previous step (the error feedback). The stored error feedback changes
 only after a step of the optimizer, and not if a step is repeated or skipped. The error feedback of
 a parameter that no replica used does not change, because its mean is discarded. Error feedback is
-stored divided by the loss scale, so that the scale may change, and in 8 bits.
+stored in 8 bits, divided by the loss scale, so that the loss scale may change.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """``strategy=hybrid_full``: each replica updates a part of the parameters.
 
 [Note: split updates] The rows of each local shard are divided equally over the replicas: each
-replica *owns* some rows, and its optimizer updates only these (`OwnedParameters.make`). Gradients
-are reduced only to the owner of their rows (`ScatterToOwners`). After the optimizer's step the
-updated rows are all-gathered over the replicas (`OwnedParameters.after_update`). This sends as many
-bytes as an all-reduce of the gradients, and the optimizer state per rank is divided by the number
-of replicas.
+replica *owns* some rows, and the replica's optimizer updates only the owned rows
+(`OwnedParameters.make`). Gradients are reduced only to the owner of their rows (`ScatterToOwners`).
+After the optimizer's step the updated rows are all-gathered over the replicas
+(`OwnedParameters.after_update`). Both exchanges together send as many bytes as an all-reduce of the
+gradients, and the optimizer state per rank is divided by the number of replicas.
 
 By default the owned rows are views of the sharded parameters. If ``sync.wire`` rounds gradients,
 the updated parameters are sent in bf16. Then the owned rows are separate tensors with unrounded
