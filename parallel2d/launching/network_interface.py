@@ -3,8 +3,8 @@
 [Note: choice of the interface] If no variable names an interface, gloo uses the address that this
 machine's host name resolves to (often loopback), and NCCL uses an interface of its own choice. The
 nodes can reach each other over the interface that leads to the endpoint, so `choose_interface`
-returns the interface with the route to the endpoint. A value that the user has set in
-GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME has precedence.
+returns this interface. A value that the user has set in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME
+has precedence.
 """
 
 from __future__ import annotations

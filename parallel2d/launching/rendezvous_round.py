@@ -5,7 +5,8 @@ of the latest round; launchers change this state only by compare-and-set. A roun
 largest number of nodes has joined, or until the smallest number has joined and a waiting time for
 further nodes is over. The first launcher that finds this condition true closes the round. A
 launcher whose ranks must restart opens the next round. The other launchers see the new round, end
-their ranks and join it. The new round stays open until each of them has joined or has timed out.
+their ranks and join it. The new round stays open until each of these launchers has joined or has
+timed out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The device mesh of a job: `build_mesh`. `mesh_sizes` resolves its sizes.
 
 [Note: parameters and context ranks] Ranks of the ``context`` axis compute parts of the same
-sequences, so they are not data ranks. Parameters are sharded over the ``shard`` and ``context``
-axes together. Therefore `sharding_mesh` returns a mesh in which these two axes are one axis, called
-``shard``.
+sequences, so these ranks are not data ranks. Parameters are sharded over the ``shard`` and
+``context`` axes together. Therefore `sharding_mesh` returns a mesh in which these two axes are one
+axis, called ``shard``.
 """
 
 from __future__ import annotations

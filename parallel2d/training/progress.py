@@ -1,7 +1,7 @@
 """Values that the loop, the metrics and the checkpoints share. `Progress` is the position of a run,
 and `StepOutcome` the result of a step. `RankReport` has the measurements of one rank, and
-`RankReports` those of all ranks. `WatchedMetrics` are the metrics for ``checkpoint.keep_best`` and
-``train.stop``.
+`RankReports` the measurements of all ranks. `WatchedMetrics` are the metrics for
+``checkpoint.keep_best`` and ``train.stop``.
 """
 
 from __future__ import annotations

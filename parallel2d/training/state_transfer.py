@@ -1,15 +1,15 @@
 """The transfer of the state to a joining replica, rank by rank: `Sender`, `Receiver`.
 
-[Note: join without a wait] The joining replica becomes a member at the start of a step. Until the
-joining replica has the complete state, this replica computes no samples. The joining replica
-contributes zeros to the gradient reductions, so its ``.grad`` after a reduction is the mean of the
-other replicas' gradients. It runs the same optimizer updates as the other replicas. First the
-joining replica receives the state that is not streamed, such as step counts. Then the donor, a
-replica with the complete state, streams the tensors of each parameter (values, EMA weights,
-optimizer state) in *units*. The donor sends the units during forward and backward, when these
-tensors do not change. The joining replica writes each unit before its next update, and from then on
-its updates keep this unit equal to the donor's. Therefore the donor can pause the stream after any
-unit when an update is due, and no other replica waits.
+[Note: join without a wait] The joining replica becomes a member at the start of a step. The joining
+replica computes no samples until it has the complete state. The joining replica contributes zeros
+to the gradient reductions, so its ``.grad`` after a reduction is the mean of the other replicas'
+gradients. It runs the same optimizer updates as the other replicas. First the joining replica
+receives the state that is not streamed, such as step counts. Then the donor, a replica with the
+complete state, streams the tensors of each parameter (values, EMA weights, optimizer state) in
+*units*. The donor sends the units during forward and backward, when these tensors do not change.
+The joining replica writes each unit before its next update, and from then on its updates keep this
+unit equal to the donor's. Therefore the donor can pause the stream after any unit when an update is
+due, and no other replica waits.
 
 The elements of a parameter are divided into several units if the optimizer updates each element
 independently. A matrix that Muon updates is always one unit. In three cases the state has no units,
@@ -22,8 +22,9 @@ another replica can continue from this position, because all received units rema
 are sent last, after the forward passes of the last step, because forward passes may write to
 buffers.
 
-If forward passes have collectives across replicas, the joining replica must take part in them. In
-this case the joining replica receives the complete state before the step, and all replicas wait.
+If forward passes have collectives across replicas, the joining replica must take part in these
+collectives. In this case the joining replica receives the complete state before the step, and all
+replicas wait.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ Start at `open_folder`.
 
 A folder is named after the launcher's process id and start time, because process ids are reused.
 Its parent folder is named after this user and the process-id namespace. All users can write to
-temporary folders, and these names can be guessed. Therefore both folders are made private, and a
-folder that belongs to another user is refused.
+temporary folders, and the names of both folders can be guessed. Therefore both folders are made
+private, and a folder that belongs to another user is refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Reference run in one process, on rank 0, without `DTensor`: `ReferenceRun`.
 
 [Note: one step at a time] Every step is checked separately. The reference computes the gradient at
-the weights of the parallel model, as the sum of the contributions of the data ranks. It computes
-the update by an optimizer without sharding, from the gradient of the parallel model. After each
-comparison the reference copies the values of the parallel model. Therefore a difference shows in
-which step and operation the error is, and rounding errors do not accumulate over steps.
+the weights of the parallel model, as the sum of the contributions of the data ranks. The reference
+computes the update by an optimizer without sharding, from the gradient of the parallel model. After
+each comparison the reference copies the values of the parallel model. Therefore a difference shows
+in which step and operation the error is, and rounding errors do not accumulate over steps.
 """
 
 from __future__ import annotations

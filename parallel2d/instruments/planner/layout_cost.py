@@ -5,8 +5,8 @@ The cost is computed from a `Layout`, the class that training applies. Files of 
 
 [Note: a traced peak] With ``plan.verify=true`` the layout is applied on a fake process group, and
 forward and backward run on fake tensors under torch's memory tracker. The traced peak contains all
-allocations of the step, as the kernels of the device type ``cpu`` make them. The traced peak does
-not contain the rounding to 512 bytes and the fragmentation of a GPU's allocator, nor the buffers of
+allocations of the step, with the kernels of the device type ``cpu``. The traced peak does not
+contain the rounding to 512 bytes and the fragmentation of a GPU's allocator, nor the buffers of
 NCCL and of matrix libraries. Attention runs torch's CPU kernel, which saves as many bytes for
 backward as flash attention.
 """

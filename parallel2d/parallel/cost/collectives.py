@@ -1,7 +1,7 @@
 """Bytes and seconds of collectives.
 
-`sent_bytes` returns the bytes that a rank sends in a collective, `CollectiveTally` sums them over
-one mesh axis, and `collective_seconds` returns the seconds of a collective.
+`sent_bytes` returns the bytes that a rank sends in a collective, `CollectiveTally` sums these bytes
+over one mesh axis, and `collective_seconds` returns the seconds of a collective.
 
 [Note: collectives in time] The prediction assumes ring algorithms, with the latencies of NCCL's
 tuning model (``src/graph/tuning.cc``). A ring through the ranks of a group leaves each host once,

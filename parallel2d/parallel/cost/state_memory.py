@@ -1,8 +1,8 @@
 """Bytes of the persistent state of a rank: parameters, gradients, optimizer state, buffers.
 
-`state_bytes` computes these bytes from shapes, for the peak-memory rank ([Note: the peak-memory
-rank] in `layout.py`). Activations, unsharded parameters and buffers of collectives are not
-included.
+`state_bytes` computes these bytes from shapes, for the peak-memory rank
+([Note: the peak-memory rank] in `layout.py`). Activations, unsharded parameters and buffers of
+collectives are not included.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ computes. In backward the next group is all-gathered while a group computes, and
 the previous group are reduce-scattered on the same link. The reduction of a bucket over replicas
 starts after the last group of the bucket is reduced over the shard axis. This reduction uses a
 separate link if one axis is inside hosts and the other axis crosses hosts. Backward ends when
-compute and all reductions have ended. Communication time that is not overlapped by compute is
+compute and all collectives have ended. Communication time that is not overlapped by compute is
 called exposed. On CPU forward and backward wait for each all-gather, and backward waits for each
 reduce-scatter, because torch calls these collectives without ``async_op`` and CPU has no streams.
 """

@@ -1,8 +1,8 @@
 """Inventory of the private names of torch that this package uses, with reasons.
 
 `REACHED` and `KEPT` list names of `fully_shard`, and `OTHERS` lists names of tensors and autograd.
-The tables are for torch 2.14. `tests/test_sync.py` compares them with the names that the files of
-this package use, and reports names that the installed version of torch does not have.
+The tables are for torch 2.14. `tests/test_sync.py` compares the tables with the names that the
+files of this package use, and reports names that the installed version of torch does not have.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 `parallelize` works in place: the model keeps its class and its parameter names, and its parameters
 become `DTensor`s. Each transform has a file of this package. The order of the transforms is fixed.
-Float8 and tensor parallelism come first because they replace the computation of layers. Activation
+Float8 and tensor parallelism come first, because both replace the computation of layers. Activation
 checkpointing and compilation come next, because both wrap the ``forward`` of a block and must see
 the split layers. Sharding comes after these transforms, because the hooks of FSDP must stay outside
 of the recomputed or compiled code.

@@ -1,8 +1,8 @@
 """Calls of modules that have hooks of `fully_shard`: `prepare_block_calls`.
 
 A direct call of ``module.forward`` becomes a call of the module, so that hooks all-gather the
-module's parameters. Calls of other methods do not run these hooks. If such a method fails because
-the parameters are sharded, the error names the remedy.
+module's parameters. Calls of other methods do not run these hooks. If a method fails because the
+parameters are sharded, the error names the remedy.
 """
 
 from __future__ import annotations

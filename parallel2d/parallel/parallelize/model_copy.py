@@ -2,7 +2,7 @@
 
 The hooks and FSDP groups of a model refer to that model, so hooks and groups cannot be copied.
 Therefore a meta copy of the model is made before the transforms of `parallelize`. To make a sharded
-copy, the transforms are applied to a model from this meta copy.
+copy, the meta copy is copied, and the transforms are applied to this copy.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 `own_constructor` finds models with constructors that set initial values directly, and
 `build_for_real` calls these constructors again, with storage.
 
-[Note: constructors that initialize] By default weights are initialized module by module (see [Note:
-mesh-independent weights]). This initialization misses values that a constructor sets: a projection
-that is set to zero, a parameter that no initializer sets, or a buffer that is computed from
-weights. If a constructor sets values, the first rank of each replica builds the model with storage,
-on CPU and under the seed, and sends the weights to the other ranks of its replica, tensor by
-tensor. The weights equal the result of ``torch.manual_seed(seed); Model(...)`` in one process.
+[Note: constructors that initialize] By default weights are initialized module by module (see
+[Note: mesh-independent weights]). This initialization misses values that a constructor sets: a
+projection that is set to zero, a parameter that no initializer sets, or a buffer that is computed
+from weights. If a constructor sets values, the first rank of each replica builds the model with
+storage, on CPU and under the seed, and sends the weights to the other ranks of its replica, tensor
+by tensor. The weights equal the result of ``torch.manual_seed(seed); Model(...)`` in one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Settings of an optimizer's parameter groups (lr, betas, weight decay).
 
 `match_settings` finds the settings in a saved state for each group of an optimizer, and
-`put_settings` sets them. The class of the optimizer and the implementation of its step (``fused``,
-``foreach``) are never taken from a state.
+`put_settings` applies the found settings. The class of the optimizer and the implementation of its
+step (``fused``, ``foreach``) are never taken from a state.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def load_pretrained(model: nn.Module, path: str, *, fresh: Sequence[str] = ()) -
 
     Some parameters may be missing in the folder: parameters outside of the base model, for example
     a new head, and the adapters of a model of the ``peft`` library. The caller must initialize
-    them.
+    these parameters.
 
     Args:
         model: the model to fill.

@@ -2,12 +2,12 @@
 that restarted ranks recover without a checkpoint on disk.
 
 [Note: in-memory checkpoints] The shared memory of a node outlives the worker processes. Every few
-steps each rank copies its local shards to CPU, and a thread writes them to shared memory as a
-checkpoint of one rank. This checkpoint is called a *copy* here. A copy is published as in [Note:
-atomic publication]. The previous copy stays until the new copy is complete on all ranks. If a node
-fails, the ranks at the same position of other replicas have copies of the same state. With
-``strategy=hybrid_full`` the state is split over the replicas, so a rank of another replica stores a
-second copy.
+steps each rank copies its local shards to CPU, and a thread writes the copied shards to shared
+memory as a checkpoint of one rank. This checkpoint is called a *copy* here. A copy is published as
+in [Note: atomic publication]. The previous copy stays until the new copy is complete on all ranks.
+If a node fails, the ranks at the same position of other replicas have copies of the same state.
+With ``strategy=hybrid_full`` the state is split over the replicas, so a rank of another replica
+stores a second copy.
 
 After a restart on the same mesh, all ranks load the newest step with a copy for every rank. A node
 without the copy of a rank receives this copy from another node. If no node has the copy of a rank,

@@ -1,4 +1,5 @@
-"""`ChatTemplate` renders the conversations of ``data=chat`` to text, and marks the targets in it.
+"""`ChatTemplate` renders the conversations of ``data=chat`` to text, and marks the targets in this
+text.
 
 The chat template of the tokenizer renders a row. Only the assistant's text is a target. This text
 is the content of the template's ``{% generation %}`` blocks. If the template has no such blocks,

@@ -1,10 +1,10 @@
 """`BatchPlan` determines a rank's share of every global batch, and `BatchFeed` reads this share
 ahead of the training step.
 
-A background thread reads the samples and, for a GPU, copies them to pinned memory. NumPy releases
-the interpreter lock during copies, so the training thread can run meanwhile. The training thread
-starts the copies to the device. The number of steps that are read ahead is fixed, so memory is
-bounded.
+A background thread reads the samples and, for a GPU, copies the samples to pinned memory. NumPy
+releases the interpreter lock during copies, so the training thread can run meanwhile. The training
+thread starts the copies to the device. The number of steps that are read ahead is fixed, so memory
+is bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`SampleStream` reads samples by position. All batches in training come from such a stream.
+"""`SampleStream` reads samples by position. All batches in training come from a `SampleStream`.
 
 A stream is a finite or infinite sequence of samples, and a position is an index in this sequence.
 The sample at a position depends only on the data, the size of a sample and the seed.

@@ -9,8 +9,8 @@ A prepared folder contains
   train-00000.mask     uint8 per token, 1 = may be a target; absent if all tokens may be targets
   validation-00000.*   the same for the held-out documents
 
-Shards are raw arrays and contain no code. They are memory-mapped, so all processes of a machine
-share one copy. Each document ends with the end-of-document id.
+Shards are raw arrays and contain no code. The shards are memory-mapped, so all processes of a
+machine share one copy. Each document ends with the end-of-document id.
 """
 
 from __future__ import annotations

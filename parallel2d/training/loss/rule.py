@@ -7,10 +7,10 @@ shifts labels internally, the first target of each sequence is also excluded. Th
 this mean by its divisor, the number of targets in the mean. The divisor is found before training
 with three samples, the first of which has a single valid target. The model's calls of torch's
 cross-entropy show which target is ignored, and how many targets count. Then three losses are
-computed: of the first sample, of the other two, and of all three samples. The loss of all three
-samples must be the sum of the other two losses, or the mean of the other two losses with the
-divisors as weights. Otherwise the loss depends on the assignment of samples to micro-batches, and
-therefore on the layout, and the loss is refused.
+computed: the loss of the first sample, the loss of the other two samples, and the loss of all three
+samples. The loss of all three samples must be the sum of the other two losses, or the mean of the
+other two losses with the divisors as weights. Otherwise the loss depends on the assignment of
+samples to micro-batches, and therefore on the layout, and the loss is refused.
 
 A term in addition to the cross-entropy, such as a load-balancing loss of experts, may be too small
 for this comparison. Therefore the losses are computed again with all cross-entropies replaced by

@@ -7,7 +7,7 @@ each rank without progress writes the stacks of its threads and torch's flight r
 ``stacks/`` in the run directory.
 
 [Note: late ranks] A rank is late if its heartbeat does not advance: its process is stopped, or its
-machine has failed. If the heartbeats of all ranks advance, the late ranks are those with the
+machine has failed. If the heartbeats of all ranks advance, the late ranks are the ranks with the
 smallest (step, number of started collectives).
 """
 

@@ -1,9 +1,9 @@
 """The optimizer of a parallelized model: `build_optimizer`.
 
-`build_optimizer` returns a ``torch.optim.Optimizer`` whose updates equal those of a single process,
-on any layout. AdamW, Adam and SGD are the classes of torch, because these classes update each
-element separately. Muon needs unsharded matrices and is in `muon.py`. A custom optimizer is built
-by a user's function from the same parameter groups; if it needs unsharded matrices,
+`build_optimizer` returns a ``torch.optim.Optimizer`` whose updates equal the updates of a single
+process, on any layout. AdamW, Adam and SGD are the classes of torch, because these classes update
+each element separately. Muon needs unsharded matrices and is in `muon.py`. A custom optimizer is
+built by a user's function from the same parameter groups; if it needs unsharded matrices,
 `whole_matrices` wraps it. The optimizers with state in bf16 or int8 are in `low_precision.py`.
 
 [Note: parameter groups] By default, weight decay applies to parameters with two or more dims, and

@@ -1,6 +1,6 @@
 """`Muon`: an optimizer for sharded parameters that updates hidden matrices by Muon (Jordan et al.
-2024) and all other parameters by AdamW. On unsharded tensors its updates are bitwise equal to those
-of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+2024) and all other parameters by AdamW. On unsharded tensors the updates of `Muon` are bitwise
+equal to the updates of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
 [Note: orthogonalization needs the whole matrix] Muon's momentum is elementwise and stays sharded.
 Its update is the unsharded momentum matrix, orthogonalized by Newton-Schulz iterations in bf16.

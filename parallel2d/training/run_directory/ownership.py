@@ -2,10 +2,10 @@
 
 [Note: two halves of a job] If the network splits, each half of a job may regard itself as the
 survivors, restart its ranks, and write rows and checkpoints of the same run. The rendezvous cannot
-prevent this, because it cannot reach the nodes of the other half. Therefore every start writes its
-ownership lock with a new token into the run directory, and rank 0 checks in every step that the
-lock still has its token. The half with the older token ends, and joins the other half when the
-network works again.
+prevent this conflict, because the rendezvous cannot reach the nodes of the other half. Therefore
+every start writes its ownership lock with a new token into the run directory, and rank 0 checks in
+every step that the lock still has its token. The half with the older token ends, and joins the
+other half when the network works again.
 
 [Note: a second start] A user or a scheduler may start the same command twice. The later start
 writes a request into the run directory and waits. In its next step, the earlier start reads the

@@ -9,10 +9,10 @@ micro-batches do not record the parameters of each sum.
 
 The reductions start during the last backward pass (`buckets.py`). At the end of the pass the engine
 waits for all reductions, so that after ``loss.backward()`` every ``.grad`` is the mean over all
-data ranks. If ``.grad`` already contains the mean of an earlier backward pass, the engine averages
-the sum of this mean and the new gradient. The result is the sum of both means, because the earlier
-mean is equal on all replicas. Finally the ranks agree on the parameters that have a gradient; see
-[Note: unused parameters].
+data ranks. If ``.grad`` already contains the mean of an earlier backward pass, ``.grad`` becomes
+the sum of both means. The earlier mean is equal on all replicas, so a second average does not
+change this mean. Formats with rounding exclude the earlier mean from the second average. Finally
+the ranks agree on the parameters that have a gradient; see [Note: unused parameters].
 
 [Note: order of streams] Autograd computes unsharded gradients on the current stream. FSDP's
 reduce-scatter stream waits for the current stream, and the engine's accumulation stream

@@ -3,7 +3,7 @@
 [Note: fused block codes] Without fusion, quantization runs about 40 operators, and each operator
 reads and writes all values. `quantize` and `dequantize_mean` are custom torch operators. On CUDA
 and ROCm these operators run the kernels of `fused_kernels.py`, on other devices the methods of
-`BlockFormat`. The kernels and the methods give the same bits, because both run the same fp32
+`BlockFormat`. The kernels give the same bits as the methods, because the kernels run the same fp32
 operations, with IEEE divisions and without fused multiply-add (``enable_fp_fusion=False``).
 """
 

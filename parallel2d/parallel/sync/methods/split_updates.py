@@ -128,9 +128,9 @@ class ScatterToOwners(RoundedReduction):
     """Reduction of the gradients of a bucket to the owners of their rows.
 
     The gradients of rows that this replica does not own are freed. As in [Note: rounded exchange],
-    each replica sends its contributions in the bucket's format, and the owner adds them in fp32 or
-    wider, in the order of the replicas. This uses an all-to-all also without rounding, because
-    gloo's reduce-scatter costs twice as much.
+    each replica sends its contributions in the bucket's format, and the owner adds the
+    contributions in fp32 or wider, in the order of the replicas. The contributions are sent by an
+    all-to-all even without rounding, because gloo's reduce-scatter costs twice as much.
     """
 
     residuals: OwnedParameters

@@ -1,5 +1,5 @@
-"""Converts weights between formats: `open_source` reads them and `convert` writes them, one tensor
-at a time.
+"""Converts weights between formats: `open_source` reads the weights and `convert` writes the
+weights, one tensor at a time.
 
 The target is written under a temporary name and renamed when it is complete. An existing target is
 never overwritten. Our format, ``torch.save`` files and safetensors files can also store optimizer
