@@ -171,8 +171,8 @@ class _Face(ModuleType):
     module.
 
     The module `parallel2d.certify` has the same name as the function. When Python imports a
-    submodule, it sets the attribute of the package to the submodule. This would replace the
-    function, but it cannot replace a property.
+    submodule, Python sets the attribute of the package to the submodule. The submodule would
+    replace the function, but cannot replace a property.
     """
 
     @property

@@ -193,8 +193,8 @@ def run_convert(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Progress | None]:
-    """Show a progress bar if standard error is a terminal. Yields a function that adds bytes to it,
-    otherwise None."""
+    """Show a progress bar if standard error is a terminal. Yields a function that adds bytes to the
+    bar, or None without a bar."""
     if not sys.stderr.isatty():
         yield None
         return

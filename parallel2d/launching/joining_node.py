@@ -30,7 +30,7 @@ class JoiningNode:
         self._has_logged = False
 
     def wanted(self) -> State:
-        """Return the next state of the round. This is one of:
+        """Return the next state of the round, one of:
 
         * the current state, to wait;
         * the state with this launcher in the place of a failed or missing launcher; the other

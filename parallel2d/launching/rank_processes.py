@@ -134,8 +134,8 @@ def start_rank(
     stdout: str | None,
     stderr: str | None,
 ) -> RankProcess:
-    """Start a rank. It calls ``main`` ("package.module:function") with ``words``, and exits with
-    the result.
+    """Start a rank. The rank calls ``main`` ("package.module:function") with ``words``, and exits
+    with the result.
 
     Args:
         environment: the complete environment of the rank.

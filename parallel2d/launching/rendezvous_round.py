@@ -203,8 +203,8 @@ class Round:
         return State("", (self.own,), names, self.state.prefix, after_failure)
 
     def with_place(self, place: int) -> State:
-        """Return the state with this launcher as member number ``place``. It replaces the previous
-        member with this number; the first unused number adds a member."""
+        """Return the state with this launcher as member number ``place``. This launcher replaces
+        the previous member with this number; the first unused number adds a member."""
         members = list(self.state.members)
         members[place : place + 1] = [self.own]
         return self.state._replace(members=tuple(members))

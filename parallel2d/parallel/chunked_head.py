@@ -160,7 +160,7 @@ def _refused(what: str) -> ConfigError:
 def find_head(model: nn.Module) -> str:
     """Return the FQN of the Linear that computes the logits.
 
-    This is ``model.get_output_embeddings()``, or else the last Linear outside of the repeated
+    The Linear is ``model.get_output_embeddings()``, or else the last Linear outside of the repeated
     blocks. Raises `ConfigError` when the model has none. The first forward of a `ChunkedHead`
     verifies the choice.
     """
@@ -322,7 +322,8 @@ class ChunkedHead:
     ) -> tuple[list[Any], dict[str, Any], Tensor]:
         """Return inputs, options and targets of the first tokens of the first sample.
 
-        If an input does not have one entry per target, they are returned uncut.
+        If an input does not have one entry per target, all inputs, options and targets are returned
+        uncut.
         """
         values = [*inputs, *options.values()]
         if targets.ndim < 2 or not all(_can_be_cut(value, targets) for value in values):

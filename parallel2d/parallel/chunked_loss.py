@@ -108,8 +108,8 @@ def cross_entropy_from_hidden(
         targets: int64 [...], or flattened.
         chunk: number of rows (tokens) with logits in memory at the same time.
         bias: [vocab], sharded like ``weight``.
-        after: elementwise function of the logits before the loss, such as a soft cap. It must not
-            depend on trained tensors.
+        after: elementwise function of the logits before the loss, such as a soft cap. This
+            function must not depend on trained tensors.
         z_loss: factor of the squared log-sum-exp of the logits, which is added to the loss of each
             target (PaLM, Chowdhery et al. 2022).
 
@@ -147,8 +147,9 @@ def cross_entropy_from_hidden(
 def targets_like(targets: Tensor, logits: Tensor) -> Tensor:
     """Return artificial targets for a comparison of two losses, in the shape of ``targets``.
 
-    They are spread over the vocabulary of ``logits``, and a fifth of them is ignored. The targets
-    of a batch could all be ignored. Raises `ConfigError` if the shapes do not match.
+    The artificial targets are spread over the vocabulary of ``logits``, and a fifth of the targets
+    is ignored. The targets of a real batch are not used, because all of them could be ignored.
+    Raises `ConfigError` if the shapes do not match.
     """
     if tuple(targets.shape) not in (tuple(logits.shape[:-1]), (logits.shape[:-1].numel(),)):
         raise ConfigError(

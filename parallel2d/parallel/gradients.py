@@ -60,7 +60,7 @@ def squared_norm_share(parameters: Iterable[Tensor], world_size: int) -> Tensor:
     """Return an fp64 scalar whose sum over all ranks is the squared 2-norm of all gradients.
 
     A caller can add this number to another all-reduce. ``world_size`` is the number of ranks in
-    that sum, and the mesh must contain all of them.
+    that sum, and the mesh must contain all these ranks.
     """
     shares: list[Tensor] = []
     for split, gradients in _by_split(parameters).items():

@@ -69,7 +69,7 @@ def cross_entropy_sum(logits: Any, targets: Tensor, z_loss: float = 0.0) -> Tens
             parallelism, or a model output with an attribute ``logits``.
         targets: int64 [...].
         z_loss: factor of the squared log-sum-exp of the logits, which is added to the loss of each
-            target. It keeps logits small (PaLM, Chowdhery et al. 2022, with 1e-4).
+            target. The term keeps logits small (PaLM, Chowdhery et al. 2022, with 1e-4).
 
     Raises:
         ConfigError: shapes do not match.

@@ -139,8 +139,8 @@ _SHARDING = "_parallel2d_sharding_mesh"
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the parameters. The first call is collective.
 
-    This is ``mesh``, or with a context axis a mesh in which ``shard`` and ``context`` are one axis;
-    see [Note: parameters and context ranks].
+    The result is ``mesh``, or with a context axis a mesh in which ``shard`` and ``context`` are one
+    axis; see [Note: parameters and context ranks].
     """
     shape = mesh_shape(mesh)
     if shape.context == 1:
@@ -285,7 +285,7 @@ def sum_over_data_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def live_data_ranks(mesh: DeviceMesh) -> int:
-    """Return the number of data ranks without those of failed replicas."""
+    """Return the number of data ranks without the data ranks of failed replicas."""
     shape = mesh_shape(mesh)
     return shape.data_ranks - absent_ranks() * shape.data_ranks // shape.world_size
 

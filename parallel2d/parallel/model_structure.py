@@ -324,7 +324,7 @@ def find_blocks(
 def hidden_matrices(model: nn.Module) -> set[str]:
     """Return the FQNs of the parameters with two or more dims in the blocks, without embeddings.
 
-    The blocks are those of ``find_blocks(model)``. Blocks without children are skipped, because the
+    ``find_blocks(model)`` returns these blocks. Blocks without children are skipped, because the
     last of several equal layers may be the output head.
     """
     # Compare ids, because a tied embedding is also the weight of another module.

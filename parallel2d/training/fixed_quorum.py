@@ -17,7 +17,7 @@ from parallel2d.training.progress import StepOutcome
 
 
 class FixedQuorum:
-    """The quorum of a job in which no replica may fail. It is the same in every step."""
+    """The quorum of a job in which no replica may fail. The quorum is the same in every step."""
 
     needs_all = is_ready = False
     lost_s = total_lost_s = 0.0

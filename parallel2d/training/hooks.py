@@ -376,7 +376,7 @@ class SampleText(Hook):
 
     def start(self, run: RunView, step: int) -> None:
         """Load the tokenizer. Raises `ConfigError` if neither the data nor the hook names a
-        tokenizer, or if the tokenizer of the hook differs from that of the data."""
+        tokenizer, or if the tokenizer of the hook differs from the tokenizer of the data."""
         name, fingerprint = run.tokenizer
         if not fingerprint and self.tokenizer is None:
             raise ConfigError(

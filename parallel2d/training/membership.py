@@ -224,8 +224,9 @@ class StepQuorum:
 
     def finish_step(self, outcome: StepOutcome) -> bool:
         """Plan the joins and leaves after a committed step. Return True if a rank was asked to stop
-        and all replicas must save and stop with it. This happens if too few replicas would remain,
-        if the node of that rank runs the store, or if another start waits for the run directory."""
+        and all replicas must save and stop with this rank. All replicas must stop if too few
+        replicas would remain, if the node of that rank runs the store, or if another start waits
+        for the run directory."""
         self._lost_since = time.perf_counter()
         # Each replica measures its own waits. All replicas adopt the largest value, because any
         # replica may become the leader and write the next row.

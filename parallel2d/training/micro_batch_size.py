@@ -103,8 +103,7 @@ def probe_micro_batch_size(
 
 
 class MicroBatchHalving:
-    """Halves all micro-batches if all ranks run out of memory in the same step. It does so only
-    once.
+    """Halves all micro-batches, only once, if all ranks run out of memory in the same step.
 
     Collective over all ranks if ``enabled``. The ranks agree in a separate process group with a
     short timeout. The timeout is needed because a rank that did not run out of memory may wait in a

@@ -38,9 +38,9 @@ class Replicas:
             optimizer.zero_grad()
 
     The body of ``while`` may run again with fewer replicas, so the global batch must depend only on
-    ``step``. After the ``while`` all live replicas have the gradients; update the state there. A
-    restarted replica runs the script from its beginning, receives the state of another replica, and
-    continues at the step of the other replicas.
+    ``step``. After the ``while`` all live replicas have the gradients, and the script updates the
+    state. A restarted replica runs the script from its beginning, receives the state of another
+    replica, and continues at the step of the other replicas.
 
     Replicas may fail only in jobs with ``setup(replicas=True)`` that ``python -m parallel2d.launch
     run`` has started. In other jobs each step is computed once.

@@ -225,7 +225,7 @@ class Sender:
 
     def start_step(self, *, everything: bool = False) -> None:
         """Start a session, which is a thread that sends units until `finish_step`. With
-        ``everything``, it sends all units."""
+        ``everything``, the thread sends all units."""
         self._state = _State(
             self._model, self._optimizer, len(self._quorum.ranks[self._quorum.replica])
         )

@@ -151,8 +151,8 @@ class StepStatus:
         self, step: int, summed: Tensor, own: RankStatus, loss_scale: float
     ) -> tuple[StepOutcome, int]:
         """Return the outcome of ``step``, and the number of tokens of the next global batch, from
-        ``summed``, the result of `all_reduce` in a committed step. Both are equal on all ranks.
-        ``loss_scale``: the factor by which the gradients are multiplied."""
+        ``summed``, the result of `all_reduce` in a committed step. Outcome and number are equal on
+        all ranks. ``loss_scale``: the factor by which the gradients are multiplied."""
         about, wishes, counts, rows, used, hashes, sums, squares = summed.split(self._sizes)
         tokens, batch_hash, upcoming_tokens = counts.tolist()
         loss_sum, squared_change = sums.tolist()

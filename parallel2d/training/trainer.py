@@ -172,8 +172,8 @@ class Trainer(TrainerParts):
 
     def step(self, feed: BatchFeed) -> None:
         """Run one optimizer step, save if a save is due, and record the step. If a replica fails,
-        the survivors repeat the step until all of them have completed it. Collective. Raises
-        `RunTakenOver` on rank 0 if another start has taken over the run directory.
+        the survivors repeat the step until all survivors have completed the step. Collective.
+        Raises `RunTakenOver` on rank 0 if another start has taken over the run directory.
         """
         begin, busy = time.perf_counter(), time.process_time()
         self.clock.start()

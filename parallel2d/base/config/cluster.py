@@ -51,7 +51,7 @@ class LinkConfig:
     @property
     def bytes_per_s(self) -> float | None:
         """Bandwidth of a collective, or None if it is not known. In a collective, a rank sends as
-        much as it receives, so the bandwidth is that of the slower direction."""
+        much as it receives, so the slower direction determines the bandwidth."""
         if self.up_gbit is None or self.down_gbit is None:
             return None
         return min(self.up_gbit, self.down_gbit) * 1e9 / 8

@@ -40,7 +40,7 @@ _NO_SINGLE_JOB = ("help", "hydra_help", "shell_completion", "cfg", "info", "mult
 
 @dataclass(frozen=True)
 class Composition:
-    """One composed job. It writes no file before `start`."""
+    """One composed job. A `Composition` writes no file before `start`."""
 
     config: TrainConfig
     words: tuple[str, ...]

@@ -211,7 +211,7 @@ class MetricsConfig:
 @dataclass
 class ProfileConfig:
     """Traces of a few steps: ``profile.steps=[10,13]`` writes ``traces/rank-N-steps-10-13.json``.
-    Those steps run slower."""
+    The traced steps run slower."""
 
     steps: list[int] = option([], "First and last step that is traced; empty: none")
     ranks: list[int] = option([0], "Ranks that are traced; empty: all", needs="steps")
@@ -220,7 +220,7 @@ class ProfileConfig:
 @dataclass
 class CheckpointConfig:
     """Checkpoints: interval, retention, and the checkpoint to resume from. For each save, the loop
-    waits for a copy to CPU memory. It does not wait for the write."""
+    waits for a copy to CPU memory, and does not wait for the write."""
 
     enabled: bool = option(True, "Save checkpoints; false: nothing is saved, resume still works")
     every: int = option(100, "Steps between saves, most that a crash loses; 0: not by steps", min=0)

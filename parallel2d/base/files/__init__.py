@@ -262,9 +262,9 @@ _FILES = _WRITTEN_FILES - _FOLDERS | {"layout.json", "owner.json", "summary.json
 def check_run_directory(folder: str) -> None:
     """Raise OSError for links in a run directory that would redirect writes.
 
-    The check covers the folder, which need not exist, and two levels of folders inside it. It
-    refuses links at the paths that a run reads or writes, and all links of other users. It also
-    refuses a folder or a pipe at the path of a file, and a file at the path of a folder.
+    The check covers the folder, which need not exist, and two levels of folders inside it. The
+    check refuses links at the paths that a run reads or writes, and all links of other users. The
+    check also refuses a folder or a pipe at the path of a file, and a file at the path of a folder.
     """
     if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         raise OSError(errno.EACCES, "cannot be written to", folder)

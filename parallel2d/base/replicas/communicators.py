@@ -53,7 +53,7 @@ class Collective:
 
     def has_failed(self) -> bool:
         """True if the collective has no result. Must be called only after `is_done` is True,
-        because it may block before. `is_done` is True for an aborted collective too."""
+        because an earlier call may block. `is_done` is True for an aborted collective too."""
         try:
             self._work.wait()
         except RuntimeError:
@@ -85,7 +85,8 @@ class Communicator(Protocol):
         failure, and if `use` was not called."""
 
     def abort(self) -> None:
-        """Abandon the collectives in flight. They may write to their tensors until they end."""
+        """Abandon the collectives in flight. These collectives may write to their tensors until
+        they end."""
 
     def drain(self) -> None:
         """Wait until no abandoned collective accesses memory of another member. Called after
@@ -225,8 +226,8 @@ class _NcclCollective(Collective):
 
 
 class Nccl:
-    """A group of the backend ``nccl2``. It is aborted when a replica fails, and reconfigured for
-    the next quorum. The object is replaced only after a failed `connect`.
+    """A group of the backend ``nccl2``. The group is aborted when a replica fails, and reconfigured
+    for the next quorum. The object is replaced only after a failed `connect`.
 
     Args:
         device: device of the tensors.

@@ -59,7 +59,7 @@ class Events:
             pass
 
     def read(self, wait_s: float) -> bool:
-        """Read the next event. False if there is none within ``wait_s`` seconds."""
+        """Read the next event. False if no event arrives within ``wait_s`` seconds."""
         key = _EVENT.format(self.count)
         if wait_s:
             try:

@@ -324,7 +324,8 @@ class Quorum:
         self.phase, self.state = Phase.BETWEEN_STEPS, ReplicaState.MISSING
 
     def complete_join(self, members: Collection[Member]) -> None:
-        """Mark ``members`` as replicas with the complete state. This replica may be one of them."""
+        """Mark ``members`` as replicas with the complete state. ``members`` may contain this
+        replica."""
         self.joined = [each for each in self.joined if each not in members]
         if self.own in members:
             self.state = ReplicaState.COMPLETE

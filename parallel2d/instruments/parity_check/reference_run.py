@@ -105,8 +105,8 @@ def switch_dropout_off(model: nn.Module) -> bool:
 
 
 def plain_copy(checked: CheckedRun) -> nn.Module:
-    """Return a copy of the user's module with initial weights. The weights are those of the
-    constructor, or are drawn as `parallelize` draws them."""
+    """Return a copy of the user's module with initial weights. The constructor has set the weights,
+    or the weights are drawn as in `parallelize`."""
     module = copy.deepcopy(checked.plain)
     construct = checked.construct
     if construct is None and checked.init is None and checked.weights is None:
@@ -288,8 +288,8 @@ class ReferenceRun:
         self.forwards: list[int] = []
 
     def gradients(self, step: int) -> list[dict[str, ReferenceGradient]]:
-        """Return the expected gradients of ``step`` by replica and FQN. They are computed at the
-        weights of the parallel model."""
+        """Return the expected gradients of ``step`` by replica and FQN. The gradients are computed
+        at the weights of the parallel model."""
         data_ranks = self._checked.shape.data_ranks
         batches = []
         for data_rank in range(data_ranks):

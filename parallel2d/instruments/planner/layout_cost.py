@@ -72,8 +72,8 @@ _MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """The cost of one layout. Memory is that of the rank with the highest peak. If ranks send
-    different numbers of bytes, the bytes are those of the first rank."""
+    """The cost of one layout. The memory is the memory of the rank with the highest peak. If ranks
+    send different numbers of bytes, the cost has the bytes of the first rank."""
 
     layout: Layout
     topology: Topology

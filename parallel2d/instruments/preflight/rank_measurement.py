@@ -271,8 +271,8 @@ class RankMeasurement:
 
 def fit_link(samples: Sequence[CollectiveSample]) -> FittedLink:
     """Fit a bandwidth and a latency. The bandwidth is computed from the smallest and the largest
-    size of each collective, and the latency from the remaining time of all samples. Both are
-    medians, so that a few disturbed measurements have no effect."""
+    size of each collective, and the latency from the remaining time of all samples. Bandwidth and
+    latency are medians, so that a few disturbed measurements have no effect."""
     by_name = defaultdict(list)
     for sample in samples:
         by_name[sample.collective].append(sample)

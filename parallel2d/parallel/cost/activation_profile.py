@@ -52,8 +52,8 @@ def profile_activations(
 
     Args:
         model: the model on meta, without FSDP; it does not change.
-        loss_of: returns the loss function for a copy of the model. It may run the copy on the given
-            micro-batch.
+        loss_of: returns the loss function for a copy of the model. ``loss_of`` may run the copy on
+            the given micro-batch.
         mesh: a mesh with the tensor axis, which may be on a fake process group.
         layout: the layout of the step.
     """

@@ -296,8 +296,8 @@ class _Estimate:
     def _update(self) -> float:
         """Return the seconds of the optimizer, from the bytes that it reads and writes.
 
-        It reads and writes parameters and its state, and reads gradients. Parameters are assumed to
-        have as many bytes as gradients.
+        The optimizer reads and writes parameters and optimizer state, and reads gradients.
+        Parameters are assumed to have as many bytes as gradients.
         """
         speed = self._cluster.device.memory_gb_per_s
         if speed is None:

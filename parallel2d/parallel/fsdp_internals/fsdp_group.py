@@ -199,7 +199,7 @@ class FSDPGroup:
     def accumulate_on(self, stream: torch.Stream) -> None:
         """Make FSDP accumulate reduced gradients on ``stream``, after the reduce-scatter.
 
-        This has no effect on a mesh of one rank, where FSDP runs no reduce-scatter.
+        The call has no effect on a mesh of one rank, where FSDP runs no reduce-scatter.
         """
         # Stream order and lifetime: FSDP makes ``stream`` wait for the reduce-scatter stream, and
         # calls the all-reduce hook and accumulates on ``stream``. The output of the reduce-scatter

@@ -84,7 +84,7 @@ def streams_of_collectives(model: nn.Module) -> list[torch.Stream]:
 def runs_forward(module: nn.Module) -> bool:
     """Return True during a forward of ``module`` or of another module of its FSDP group.
 
-    This includes forwards that start in a method of
+    The result is also True for forwards that start in a method of
     `torch.distributed.fsdp.register_fsdp_forward_method`, for which module hooks do not run.
     """
     return state_of(module)._training_state == TrainingState.FORWARD

@@ -184,7 +184,7 @@ def separate_modules(
     """Return the ids of the conditional modules that each form a separate FSDP group.
 
     ``separate`` holds the ids of modules that need a separate group for another reason. Raises
-    `ConfigError` if one of them is inside a ``root`` or ``replicate`` module.
+    `ConfigError` if one of these modules is inside a ``root`` or ``replicate`` module.
     """
     found: set[int] = set()
     for name, way in conditional.items():

@@ -67,7 +67,8 @@ def learn_at_first(
 ) -> None:
     """Make the first forward of ``model`` check and split ``stacks``.
 
-    The check is a pre-forward hook. It runs before all other hooks because it calls the model.
+    The check is a pre-forward hook. This hook runs before all other hooks, because the check calls
+    the model.
 
     Args:
         model: the parallelized model.

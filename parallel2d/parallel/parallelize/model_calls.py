@@ -99,8 +99,8 @@ def _mark_state(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
 class _PlainTensors:
     """Replacement of a method of a sharded parameter that creates a tensor, such as ``new_zeros``.
 
-    It returns a ``torch.Tensor`` instead of a `DTensor`. Scripts use such a method to create a
-    first hidden state with the device and dtype of a parameter.
+    The replacement returns a ``torch.Tensor`` instead of a `DTensor`. Scripts use these methods to
+    create a first hidden state with the device and dtype of a parameter.
     """
 
     def __init__(self, name: str, parameter: DTensor) -> None:

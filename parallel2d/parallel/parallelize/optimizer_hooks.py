@@ -49,7 +49,7 @@ _handles: list[RemovableHandle] = []
 
 
 def follow_steps(gathered: UnshardedParameters) -> None:
-    """Register the hooks for a model. They are removed with the last parallelized model."""
+    """Register the hooks for a model. The hooks are removed with the last parallelized model."""
     _followed.append(weakref.ref(gathered, _leave))
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))

@@ -74,7 +74,8 @@ class Scalar:
     def parameter(self) -> nn.Parameter:
         """The parameter of the optimizer.
 
-        It is read from the modules, because allocation or loading may have replaced it.
+        The parameter is read from the modules, because allocation or loading may have replaced the
+        parameter.
         """
         found = self._in_modules
         return self._kept if found is self._plain else found

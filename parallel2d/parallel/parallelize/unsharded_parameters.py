@@ -102,7 +102,7 @@ class UnshardedParameters:
         """Yield the groups with parameters that have changed since a forward with a pending
         backward.
 
-        This also reshards these groups, because their unsharded parameters are outdated.
+        The generator also reshards these groups, because their unsharded parameters are outdated.
         """
         for each in self.groups:
             if each.awaits_backward and each.take_updates():
@@ -223,7 +223,7 @@ class _UnshardedGroup:
     def refuse_set_data(self) -> None:
         """Raise RuntimeError if a script has assigned ``parameter.data`` of a sharded parameter.
 
-        Some scripts do so to evaluate EMA weights.
+        Some scripts assign ``parameter.data`` to evaluate EMA weights.
         """
         for parameter, (noted, storage) in zip(self.group.parameters, self._sharded, strict=False):
             if parameter.sharded is noted and storage_object(noted) is not storage:

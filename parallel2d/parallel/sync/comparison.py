@@ -40,8 +40,8 @@ class ReplicaComparison:
     def vector(self) -> Tensor:
         """Return this rank's vector for a sum over all ranks: fp64 [2 * groups * positions], CPU.
 
-        It contains a hash and its square for each group at this rank's position, and zeros at all
-        other positions. A joining replica returns only zeros, because it has no state yet.
+        The vector contains a hash and its square for each group at this rank's position, and zeros
+        at all other positions. A joining replica returns only zeros, because it has no state yet.
         """
         vector = torch.zeros(len(self._groups), self._places, 2, dtype=torch.float64)
         if is_joining():

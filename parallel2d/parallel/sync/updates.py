@@ -110,7 +110,7 @@ def outer_parameters(model: nn.Module) -> Iterator[None]:
 def replicated_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that must be equal on all replicas, by group and name.
 
-    These are the parameters, or with ``sync=diloco`` the outer parameters.
+    The tensors are the parameters, or with ``sync=diloco`` the outer parameters.
     """
     shared: dict[str, Tensor] = {}
     found: dict[str, dict[str, Tensor]] = {}

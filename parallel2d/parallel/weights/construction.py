@@ -177,9 +177,9 @@ class _Recorder(TorchFunctionMode):
     def _note_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Record the registration of a parameter, unless it was registered before (tied).
 
-        The registration counts as a write, because the parameter gets a value. It does not count if
-        ``module`` registers a new name in its constructor, and an initializer of a module under
-        construction will set the parameter again.
+        The registration counts as a write, because the parameter gets a value. The registration
+        does not count if ``module`` registers a new name in its constructor, and an initializer of
+        a module under construction will set the parameter again.
         """
         if param.untyped_storage() in self._writers:
             return

@@ -72,8 +72,8 @@ def register_masters(model: nn.Module, masters: MasterValues) -> None:
 
 
 def masters_in(model: nn.Module) -> list[MasterValues]:
-    """Return the `MasterValues` that concern ``model``: also those of the parallelized model that
-    contains ``model``, and of parallelized models inside of ``model``."""
+    """Return the `MasterValues` that concern ``model``, also the `MasterValues` of the parallelized
+    model that contains ``model``, and of parallelized models inside of ``model``."""
     found = chain.from_iterable(vars(module).get(_MASTERS, []) for module in model.modules())
     return list({id(masters): masters for masters in found}.values())
 
@@ -214,8 +214,8 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors to save and load, by FQN.
 
-    These are the parameters (or their master values) and the persistent buffers. A tied parameter
-    is listed once, under its first name.
+    The tensors are the parameters (or their master values) and the persistent buffers. A tied
+    parameter is listed once, under its first name.
     """
     found: dict[str, Tensor] = {**parameters_by_name(model)}
     transient: set[str] = set()
@@ -261,7 +261,7 @@ def updated_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the tensors that ``optimizer`` updates, by FQN, in the order of the model.
 
-    These are parameters, or with ``strategy=hybrid_full`` the rows that this replica owns.
+    The tensors are parameters, or with ``strategy=hybrid_full`` the rows that this replica owns.
     """
     stepped = set(map(id, stepped_by(optimizer)))
     # The order of the groups may differ between runs; the model's order does not.
@@ -296,8 +296,8 @@ def join_optimizers(optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.op
 def spread_state(optimizer: torch.optim.Optimizer) -> None:
     """Send the state of ``optimizer`` to ranks that do not have it, before the state is read.
 
-    This does something only for optimizers of `parallel2d.whole_matrices`, whose state is on some
-    ranks only. For them the call is collective.
+    The call has an effect only for optimizers of `parallel2d.whole_matrices`, whose state is on
+    some ranks only. For these optimizers the call is collective.
     """
     spread = getattr(optimizer, "spread_state", None)
     if spread is not None:

@@ -196,9 +196,9 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor] | None, *, source: 
 
     ``state`` contains either unsharded tensors or `DTensor`s. Unsharded tensors are needed only on
     rank ``source``; the other ranks may pass None and receive their local shards piece by piece.
-    `DTensor`s must be passed on every rank, as from ``model.state_dict()``. They are copied, or
-    redistributed one by one if their placements differ. Raises `ConfigError` on every rank if names
-    or shapes differ; no tensor is written in this case.
+    `DTensor`s must be passed on every rank, as from ``model.state_dict()``. `DTensor`s are copied,
+    or redistributed one by one if their placements differ. Raises `ConfigError` on every rank if
+    names or shapes differ; no tensor is written in this case.
     """
     given = state or {}
     is_sharded = any(isinstance(tensor, DTensor) for tensor in given.values())

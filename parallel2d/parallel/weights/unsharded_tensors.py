@@ -201,7 +201,7 @@ def apply_full(model: nn.Module, function: Callable[[nn.Module], object]) -> nn.
 def sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (FQN, module) of the modules to which `fully_shard` was applied, in model order.
 
-    These are ``model`` (FQN ``""``) and the modules of each FSDP group.
+    The modules are ``model`` (FQN ``""``) and the modules of each FSDP group.
     """
     # `fully_shard` replaces the module's class by a subclass of the class and `FSDPModule`.
     modules: list[tuple[str, nn.Module]] = []

@@ -200,7 +200,7 @@ class Checkpointer:
         Args:
             restarted: True if these workers replace earlier workers of the same run, or if the run
                 rolls back. The newest checkpoint on disk or in memory is loaded, and
-                ``config.resume`` is ignored. It is enough if one rank passes True.
+                ``config.resume`` is ignored. One rank with True is enough.
             settings: True to load the saved lr, betas and weight decay into the parameter groups,
                 so that a torch scheduler continues. By default the groups keep the settings of
                 their construction.

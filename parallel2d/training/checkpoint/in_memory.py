@@ -392,8 +392,8 @@ class InMemoryCheckpoints:
 
     def _keep(self, manifest: Manifest) -> bool:
         """Send this rank's state to a rank of another replica, and store the state of a third rank
-        as a copy. This is needed if the state is split over the replicas, because each state must
-        survive the failure of its node."""
+        as a copy. The second copy is needed if the state is split over the replicas, because each
+        state must survive the failure of its node."""
         row = self._rows[self._group.rank]
         # The other rank is half of the replicas away, and therefore on another node, unless all
         # replicas are on one node.

@@ -31,7 +31,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, mapped: bool = True) -> Checkpoint:
-        """Open the checkpoint at a path or fsspec address. This checks only the manifest."""
+        """Open the checkpoint at a path or fsspec address. The method checks only the manifest."""
         folder = open_folder(path, mapped)
         data = folder.read(MANIFEST, MAX_BYTES)
         return cls(folder, Manifest.decode(data, f"{folder.label}/{MANIFEST}"))

@@ -295,7 +295,8 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def replica_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Return the state that differs between replicas, for this replica. It is often empty."""
+    """Return the state that differs between replicas, for this replica. This state is often
+    empty."""
     kept, outer = error_feedback_of(model), outer_sync(model)
     prefix = _prefix(kept.replica)
     found = _under(f"{prefix}/{kept.residual_name}", kept.residuals())

@@ -91,8 +91,8 @@ class ChatTemplate:
         self, messages: Sequence[Any], tools: Any, whole: str
     ) -> list[tuple[int, int]]:
         """Return the begin and end of each assistant turn in ``whole``. A turn begins where the
-        rendering of the earlier messages with a generation prompt ends. It ends where the rendering
-        that includes this turn ends."""
+        rendering of the earlier messages with a generation prompt ends. The turn ends where the
+        rendering that includes this turn ends."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":

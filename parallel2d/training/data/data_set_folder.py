@@ -59,9 +59,9 @@ def saved_files(path: str, split: str) -> list[str]:
 
 
 def files_of_split(datasets: Any, path: str, subset: str | None, split: str) -> list[str]:
-    """Return the data files of a split. These are the files that the README lists, or by default
-    the files that the library finds by their names. Raises OSError for a file outside of the
-    folder, and ValueError for an invalid README or file name."""
+    """Return the data files of a split: the files that the README lists, or by default the files
+    that the library finds by their names. Raises OSError for a file outside of the folder, and
+    ValueError for an invalid README or file name."""
     by_split = {}
     configurations = _configurations(path)
     if configurations:

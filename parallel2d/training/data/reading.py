@@ -304,8 +304,8 @@ def read_unit(unit: Unit, config: DataConfig, report: BadRows) -> Iterator[Docum
 
 
 def lines_before(unit: Unit) -> int:
-    """Return the number of lines or rows before the unit in its file. This reads the file up to the
-    unit, and is therefore called only for messages about bad rows."""
+    """Return the number of lines or rows before the unit in its file. The function reads the file
+    up to the unit, and is therefore called only for messages about bad rows."""
     path = unit.files[0].path
     if unit.kind in ("hf", "arrow") or unit.start == 0:
         return unit.start

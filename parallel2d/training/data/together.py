@@ -58,9 +58,9 @@ def together(
     batches have ended gets ``weightless(last batch)``. With ``end="shortest"`` all ranks end as
     soon as one rank has no further batch.
 
-    For each step, an all-reduce of two numbers tells all ranks which ranks have a further batch. It
-    runs on the host, while the previous step computes. Collective: every rank of ``mesh`` must
-    iterate.
+    For each step, an all-reduce of two numbers tells all ranks which ranks have a further batch.
+    This all-reduce runs on the host, while the previous step computes. Collective: every rank of
+    ``mesh`` must iterate.
 
     Args:
         batches: the batches of this rank. The context and tensor ranks of a data rank must pass the

@@ -60,8 +60,8 @@ class Tokenizer:
 
 
 class LibraryTokenizer(Tokenizer):
-    """The tokenizer in a ``tokenizer.json``. It adds no special tokens to a text; ``end_token`` is
-    the end-of-document token.
+    """The tokenizer in a ``tokenizer.json``. The tokenizer adds no special tokens to a text;
+    ``end_token`` is the end-of-document token.
 
     If ``end_token`` is None, the first name of `_ENDS` that is in the vocabulary is used. If the
     vocabulary has none of these names, the end-of-document id is a new id after its last id.

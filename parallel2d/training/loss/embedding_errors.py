@@ -15,8 +15,8 @@ from parallel2d.base.errors import ConfigError
 @contextlib.contextmanager
 def embedding_errors_named(model: nn.Module) -> Iterator[None]:
     """Context for the steps of ``model``: convert the IndexError of an `nn.Embedding` to a
-    `ConfigError` with the name of the embedding. It has no effect on a GPU, where an assertion in
-    the kernel ends the process."""
+    `ConfigError` with the name of the embedding. The context has no effect on a GPU, where an
+    assertion in the kernel ends the process."""
     try:
         yield
     except IndexError as error:

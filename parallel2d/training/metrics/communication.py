@@ -228,8 +228,8 @@ class CommunicationMeter:
 
     def read(self) -> list[float]:
         """Return the sums since `start`, in the order of `metrics.keys.COMMUNICATION_KEYS`. The
-        values of an axis that the mesh lacks are zero. On a device, the seconds are those of the
-        collectives that have ended since the last call."""
+        values of an axis that the mesh lacks are zero. On a device, the sums contain the seconds of
+        the collectives that have ended since the last call."""
         running_s = self._collectives.read()
         # Seconds for which the compute stream of a device waited
         stalled_s = self._waits.exposed.read() if self._waits else {}

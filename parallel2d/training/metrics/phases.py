@@ -130,7 +130,7 @@ class StepProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def start_step(self, step: int) -> None:
-        """Begin the trace if ``step`` belongs to it. Call it before every step."""
+        """Begin the trace if ``step`` is a traced step. Call this method before every step."""
         global _active
         # A resumed run may begin in the middle of the traced steps.
         if step not in self._steps or self._profiler is not None:

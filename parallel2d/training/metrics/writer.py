@@ -239,8 +239,8 @@ class MetricsWriter:
 
 
 class _EventFile:
-    """An event file in ``folder``. It makes TensorBoard ignore the steps after ``from_step`` in
-    earlier files. It is written in the calling thread, because the thread of ``SummaryWriter``
+    """An event file in ``folder``. The file makes TensorBoard ignore the steps after ``from_step``
+    in earlier files. The calling thread writes the file, because the thread of ``SummaryWriter``
     prints a traceback if the disk is full."""
 
     def __init__(self, folder: str, from_step: int, name: str = "") -> None:

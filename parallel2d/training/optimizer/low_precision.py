@@ -127,7 +127,8 @@ class _Blocks(NamedTuple):
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers with low-precision state. They need no communication.
+    """Base class of the optimizers with low-precision state. These optimizers need no
+    communication.
 
     Args:
         groups: parameter groups, as `optimizer.plan_groups` returns them.

@@ -72,7 +72,7 @@ def splits_of(
     named: Mapping[str, Tensor], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, list[MatrixInside]]:
     """Return the matrices of each parameter that matches an entry, by FQN. If several entries
-    match, the first of them applies.
+    match, the first matching entry applies.
 
     Raises `ConfigError` for an entry without a match, and for an entry that does not fit a shape.
     """

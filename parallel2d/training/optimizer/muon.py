@@ -168,7 +168,7 @@ class Muon(torch.optim.Optimizer):
                 local[inside].add_(part[inside], alpha=-lr)
 
     def _plan(self, matrices: list[Tensor], groups: list[dict[str, Any]]) -> list[MatrixRound]:
-        """Return the rounds for ``matrices``. They are planned again only if the matrices or
+        """Return the rounds for ``matrices``. The rounds are planned again only if the matrices or
         ``ns_steps`` change."""
         if not matrices:
             return []

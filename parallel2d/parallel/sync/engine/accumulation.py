@@ -128,8 +128,8 @@ def discard_accumulated(model: nn.Module) -> None:
 def clear_with_gradients(model: nn.Module) -> None:
     """Make ``model.zero_grad()`` clear all gradients.
 
-    This includes the gradients of sharded parameters while the modules hold unsharded parameters,
-    and accumulated gradients outside of ``.grad``.
+    The call also clears the gradients of sharded parameters while the modules hold unsharded
+    parameters, and accumulated gradients outside of ``.grad``.
     """
     zero_grad = model.zero_grad
 

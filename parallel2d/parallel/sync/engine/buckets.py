@@ -194,10 +194,11 @@ class GroupGradients:
                 self.used[number] = False
 
     def apply_used(self, used: Sequence[bool]) -> None:
-        """Remove gradients of parameters that no rank has used. Call the hooks of all others.
+        """Remove gradients of parameters that no rank has used. Call the post-accumulate hooks of
+        all other parameters.
 
-        These are the hooks of `register_post_accumulate_grad_hook`. ``used`` has one value for each
-        parameter of the group.
+        Scripts register these hooks by `register_post_accumulate_grad_hook`. ``used`` has one value
+        for each parameter of the group.
         """
         self.used = list(used)
         for parameter, is_used in zip(self.group.parameters, used, strict=True):
@@ -466,10 +467,10 @@ class BucketQueue:
 
         Gradients may be views of the memory of their bucket, which was allocated on the stream of
         the buckets. Once this memory is free, the allocator may give it to a later bucket on that
-        stream without waiting for other streams. This is safe for three reasons. The gradients keep
-        the memory alive until ``zero_grad``. The optimizer reads the gradients on the current
-        stream, after that stream has waited for the stream of the buckets. `_on_stream` makes each
-        later bucket wait for the current stream, and therefore for the optimizer.
+        stream without waiting for other streams. This reuse is safe for three reasons. The
+        gradients keep the memory alive until ``zero_grad``. The optimizer reads the gradients on
+        the current stream, after that stream has waited for the stream of the buckets. `_on_stream`
+        makes each later bucket wait for the current stream, and therefore for the optimizer.
         """
         self._buckets = []
         self._next = 0

@@ -274,7 +274,7 @@ class ReplicaReducer:
     def _hook_never_called(self) -> str:
         """Return an error message if a parameter has a hook of `register_hook`; else "".
 
-        Autograd would never call such a hook.
+        Autograd would never call this hook.
         """
         for group in self.groups:
             for parameter in group.trained:
@@ -293,7 +293,7 @@ class ReplicaReducer:
     def may_defer_status(self) -> bool:
         """True if the caller may run the status all-reduce, as part of another all-reduce.
 
-        This needs a model without scalars, and a method with equal replicas.
+        The model must have no scalars, and the method must keep the replicas equal.
         """
         return not self._scalars and self.method.replicas_equal
 

@@ -93,7 +93,7 @@ class CommunicationFormat:
 
     @property
     def rounds(self) -> bool:
-        """True if values are rounded. They are then averaged by `QuantizedMean`, not
+        """True if values are rounded. Rounded values are averaged by `QuantizedMean`, not
         all-reduced."""
         return self.bits < 32
 

@@ -108,7 +108,8 @@ def launch(
 
 
 def kernels() -> Any:
-    """Return the module of the kernels. It is imported here because the import loads Triton."""
+    """Return the module of the kernels. The module is imported here, because the import loads
+    Triton."""
     from parallel2d.parallel.sync.formats import fused_kernels
 
     return fused_kernels

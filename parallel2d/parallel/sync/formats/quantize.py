@@ -271,8 +271,8 @@ def contribution_stage(replica: int) -> int:
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """Return a random fp32 number in [0, 1) for each pair of ``keys`` and ``positions``.
 
-    Both are int32 and are broadcast. The numbers are a hash: the finalizer of MurmurHash3
-    (Appleby), which mixes all 32 bits.
+    ``keys`` and ``positions`` are int32 and are broadcast. The numbers are a hash: the finalizer of
+    MurmurHash3 (Appleby), which mixes all 32 bits.
     """
     # Products of int32 wrap around on every device. The constants of the hash are written as
     # signed numbers; the first is 2**32 over the golden ratio.

@@ -107,7 +107,8 @@ def _number(setting: float | str, auto: float) -> float:
 
 
 class OuterSync(UpdateFollower):
-    """The outer parameters of one model. They are its `MasterValues` for states and checkpoints."""
+    """The outer parameters of one model. For states and checkpoints, the outer parameters are the
+    `MasterValues` of the model."""
 
     follows = True
     replicas_differ = True  # see `weights.named_tensors.MasterValues`

@@ -106,8 +106,8 @@ class ErrorFeedback(UpdateFollower):
         Args:
             rows: the blocks of all parts.
             counts: number of blocks of each part.
-            again: True for a second reduction before the optimizer's step. It uses the new error
-                feedback of the first reduction.
+            again: True for a second reduction before the optimizer's step. The second
+                reduction uses the new error feedback of the first reduction.
         """
         kept = self._kept | self._next if again else self._kept
         if kept.keys().isdisjoint(counts):

@@ -96,8 +96,8 @@ def split_in_fragments(
 
     ``units`` are the names of the parameters of each FSDP group. Units are assigned in order of
     decreasing size, each to the fragment that is smallest so far, so that equal layers alternate. A
-    unit that is larger than 1 / ``count`` of the model is split into its parameters. Sizes are
-    those of unsharded parameters, so that all ranks make the same fragments. Raises `ConfigError`
+    unit that is larger than 1 / ``count`` of the model is split into its parameters. Sizes of
+    unsharded parameters are used, so that all ranks make the same fragments. Raises `ConfigError`
     if ``count`` is larger than the number of possible fragments.
     """
     sizes = {}
