@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "parallel2d") ->
     words = list(sys.argv[1:] if arguments is None else arguments)
     first = "".join(words[:1])
     if first not in COMMANDS:
-        # Imported here because it loads Hydra, which most commands do not need.
+        # Imported here, because the module loads Hydra, which most commands do not need.
         from parallel2d.base.config.help_page import show
         from parallel2d.launching.run_command import exit_code_of
 

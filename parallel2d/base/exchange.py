@@ -230,7 +230,7 @@ def _items(value: Iterable[Any]) -> list[Any]:
 def _tensor_parts(value: Tensor) -> list[Any]:
     if value.layout != torch.strided:
         raise TypeError(f"a {value.layout} tensor cannot be sent to other ranks")
-    # The bytes of a conjugated or negated view are those of its base, so resolve the view.
+    # A conjugated or negated view has the bytes of its base, so resolve the view.
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [_plain(value.dtype), list(value.shape), _plain(data)]

@@ -346,7 +346,7 @@ def _await_leaving(timeout: timedelta) -> None:
     try:
         _count_in(store, "parallel2d/leaving")
         store.wait(["parallel2d/leaving/all"], timeout)
-        # This is the last message of this rank to the store.
+        # The count is the last message of this rank to the store.
         _count_in(store, "parallel2d/left")
         if rank == 0:
             store.wait(["parallel2d/left/all"], timeout)

@@ -56,7 +56,8 @@ def signals_raised() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # None means that the handler was not installed from Python. It cannot be restored.
+            # None means that the handler was not installed from Python. This handler cannot be
+            # restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # A function that chooses the layout if the job does not set it. Its arguments are the
 # configuration, the overrides, the identity of rank 0, and the number of ranks of each live node.
-# It returns the configuration with the layout, and `Job.sizes`.
+# The function returns the configuration with the layout, and `Job.sizes`.
 ChooseLayout = Callable[
     [TrainConfig, Sequence[str], RankIdentity, Sequence[int]],
     tuple[TrainConfig, Mapping[str, int] | None],

@@ -81,9 +81,9 @@ class StepQuorum:
         self.lost_s = 0.0
         self._step_began = 0.0
         self._totals = dict.fromkeys(_TOTALS, 0.0)
-        # All replicas that have joined. This is a set, because the same member may be added twice.
-        # If the donor fails before it sends the last buffers, the joining replica must join again,
-        # although the other replicas have already counted it as complete.
+        # All replicas that have joined. The members are in a set, because the same member may be
+        # added twice. If the donor fails before it sends the last buffers, the joining replica must
+        # join again, although the other replicas have already counted it as complete.
         self._have_joined: set[Member] = set()
 
     @property

@@ -416,8 +416,8 @@ def _trace_step(parts: ModelParts, layout: Layout, topology: Topology, loss_of: 
                     during = config.sync.during_accumulation
                     for inputs, targets in accumulate(model, batches, during):
                         loss(inputs, targets).backward()
-                        # The tracker allows each module to run once. This resets the statistics of
-                        # modules, and not the total peak.
+                        # The tracker allows each module to run once. The reset affects the
+                        # statistics of modules, and not the total peak.
                         tracker.reset_mod_stats()
             except ConfigError:
                 raise

@@ -216,8 +216,8 @@ def _divisors(number: int) -> list[int]:
 
 def words_of(config: TrainConfig) -> tuple[str, ...]:
     """Return the overrides that select this layout if they are added to the user's overrides."""
-    # The search does not choose the size of the context axis. It is above 1 only if the user has
-    # set it.
+    # The search does not choose the size of the context axis. This size is above 1 only if the user
+    # has set it.
     axes = []
     for axis in AXES:
         if axis != "context" or config.mesh.context != 1:

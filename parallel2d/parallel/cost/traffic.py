@@ -103,7 +103,7 @@ class AxisTraffic:
 
     def _sent(self, axis: str, collective: str, size: float) -> float:
         ranks = getattr(self.layout.shape.sharding, axis)
-        # The sizes of a group are those of local shards.
+        # The sizes of a group are the sizes of local shards.
         whole = size * ranks if axis == "shard" else size
         return sent_bytes(collective, whole, ranks, self.layout.workload.device_type)
 
@@ -129,7 +129,7 @@ def predicted_bytes(
         predicted["comm/shard/bytes"] += count * shard
     for members in layout.replicated:
         # These groups are replicated over the shard axis, and their gradients are all-reduced over
-        # it.
+        # the shard axis.
         group = group_traffic(members, 1, layout.shape.replicate)
         replicate, _ = traffic.per_step(group)
         predicted["comm/replicate/bytes"] += replicate

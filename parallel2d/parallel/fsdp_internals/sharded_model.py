@@ -124,8 +124,8 @@ def after_backward(model: nn.Module, callback: Callable[[], None]) -> None:
 
         return final
 
-    # Wrap the callback of every state, because torch queues that of the state which backward
-    # reaches first.
+    # Wrap the callback of every state, because torch queues only the callback of the state that
+    # backward reaches first.
     for state in states(model):
         original = state._root_post_backward_final_callback
         state._root_post_backward_final_callback = followed(original)  # type: ignore[method-assign]

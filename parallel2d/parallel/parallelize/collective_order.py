@@ -262,7 +262,8 @@ class CollectiveOrder:
         deadline = time.monotonic() + PATIENCE_S
         while self._others_decide() and time.monotonic() < deadline:
             time.sleep(0)
-        # Several ranks may have found a difference. All ranks report that of the lowest rank.
+        # Several ranks may have found a difference. All ranks report the difference of the lowest
+        # rank.
         finder = self._row(_MARK).index(self._error)
         issued = self._row(_ISSUED)
         furthest = issued.index(max(issued))

@@ -135,8 +135,8 @@ class SplitBlock:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # `forward` is looked up in each call because sharding changes the class of the module
-            # later. It is not a bound method, because equal blocks would then not share compiled
-            # code.
+            # later. ``run`` is not a bound method, because equal blocks would then not share
+            # compiled code.
             run = given or functools.partial(type(module).forward, module)
             if not torch.compiler.is_compiling():
                 with self._intercepted(child):

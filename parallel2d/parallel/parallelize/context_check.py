@@ -352,8 +352,8 @@ class ContextCheck:
         for key, each in self._differences.items():
             if each > bound:
                 differing.append(key)
-        # Differences only inside of blocks are allowed, because such a tensor need not be a slice
-        # of positions: it may hold the tokens of an expert.
+        # Differences only inside of blocks are allowed, because a tensor inside of a block need not
+        # be a slice of positions, and may hold the tokens of an expert.
         if any(path[0] not in ("input", "result") for _, path, _ in differing):
             first = differing[0]
             difference, name = self._differences[first], self._made_by[first]

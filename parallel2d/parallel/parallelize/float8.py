@@ -158,7 +158,7 @@ def _choose(
 
 def _torchao(key: str) -> Any:
     """Return ``torchao.float8``. Error messages name ``key``, the setting that needs torchao."""
-    # Imported here because it is an optional dependency.
+    # Imported here, because torchao is an optional dependency.
     try:
         import torchao.float8
     except ImportError:

@@ -76,7 +76,7 @@ class UnshardedParameters:
         if was_interrupted(self._model):
             discard_accumulated(self._model)
         # Within one autocast context, a later forward would reuse the casts of parameters of an
-        # earlier forward, with their autograd nodes. Autograd would run such a node after the
+        # earlier forward, with their autograd nodes. Autograd would run these nodes after the
         # group's gradients are reduced. Therefore each forward must make new casts.
         torch.clear_autocast_cache()
         if not torch.is_grad_enabled():

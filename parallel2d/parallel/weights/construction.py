@@ -153,7 +153,7 @@ class _Recorder(TorchFunctionMode):
 
     def note_call(self, frame: FrameType, event: str, value: object) -> None:
         """Record a module that is constructed or copied. Profile function."""
-        # This runs at every call and return of Python, so it must be fast.
+        # This function runs at every call and return of Python, so the function must be fast.
         if event == "call":
             if frame.f_code.co_name == "__init__":
                 self._note_constructor(frame)

@@ -295,7 +295,8 @@ class InitialWeights:
             # The library does not initialize all classes of modules.
             has_values = all(_has_values(value) for _, value in direct_parameters(module))
         # If modules below ``module`` belong to other parts, its initializer must not write to them.
-        # It runs nevertheless if ``module`` has direct parameters, because nothing else sets them.
+        # The initializer runs nevertheless if ``module`` has direct parameters, because nothing
+        # else sets these parameters.
         if is_complete is None:
             is_complete = not any(parameter.is_meta for parameter in module.parameters())
         reset = initializer_of(module)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Settings that choose the implementation of a step. They may differ between a state and an
-# optimizer.
+# Settings that choose the implementation of a step. These settings may differ between a state and
+# an optimizer.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 # Keys that torch's schedulers add to groups.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}

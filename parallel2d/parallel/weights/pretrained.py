@@ -318,8 +318,8 @@ def behind_links(path: str, name: str) -> tuple[LocalFolder, str]:
 
     The download cache of Hugging Face consists of links.
     """
-    # Do not resolve a name that is a path. It can only come from a malicious index, and
-    # `LocalFolder` rejects it.
+    # Do not resolve a name that is a path. A name with a path can only come from a malicious index,
+    # and `LocalFolder` rejects this name.
     if os.path.basename(name) == name:
         path, name = os.path.split(os.path.realpath(os.path.join(path, name)))
     # Do not map the file, because its pages would count as memory of the process.

@@ -355,9 +355,9 @@ def _open_store(config: DataConfig) -> TokenStore:
             # Another process may have prepared the folder while this one waited for the lock.
             with contextlib.suppress(ConfigError):
                 return TokenStore(folder)
-            # The manifest marks a finished folder. It is deleted before the preparation starts,
-            # because readers take no lock, and must not open a damaged folder that is being
-            # rebuilt.
+            # The manifest marks a finished folder. The manifest is deleted before the preparation
+            # starts, because readers take no lock, and must not open a damaged folder during the
+            # preparation.
             (folder / MANIFEST).unlink(missing_ok=True)
             return prepare(config, units, identity, folder, lock)
     except OSError as error:

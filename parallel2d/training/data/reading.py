@@ -31,7 +31,7 @@ from parallel2d.base.files import inside, printable, walk
 from parallel2d.training.data import data_set_folder, tables
 from parallel2d.training.data.chat import ChatTemplate, without_nulls
 
-# Size of a unit: in bytes of files, or in rows of a data set. These are constants, because each
+# Size of a unit: in bytes of files, or in rows of a data set. The sizes are constants, because each
 # unit has its own shards, which must not depend on settings
 UNIT_BYTES, _UNIT_ROWS = 32 << 20, 50_000
 ROW_BYTES = 64 << 20  # a longer line of a .jsonl file is a bad row

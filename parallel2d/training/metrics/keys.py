@@ -63,7 +63,7 @@ COMMUNICATION_KEYS = tuple(
 COMMUNICATION_SECONDS = tuple(communication_key(axis, "seconds") for axis in AXES)
 
 # Tokens are the input tokens of the global batch, or its samples if the data are not text. FLOPs
-# are those of the model without recomputation
+# are the FLOPs of the model without recomputation
 TOKENS_PER_S = "throughput/tokens_per_s"
 TOKENS_PER_S_PER_RANK = "throughput/tokens_per_s_per_rank"
 MODEL_TFLOPS_PER_RANK = "throughput/model_tflops_per_rank"

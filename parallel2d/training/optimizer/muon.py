@@ -112,8 +112,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             loss = torch.enable_grad()(closure)()
         self._update_matrices()
-        # AdamW uses the groups and the state of this optimizer. They are assigned in each step,
-        # because load_state_dict replaces them.
+        # AdamW uses the groups and the state of this optimizer. Groups and state are assigned in
+        # each step, because load_state_dict replaces both.
         self._adamw.param_groups = self._groups(ADAMW)
         self._adamw.state = self.state
         self._adamw.step()

@@ -345,8 +345,8 @@ def _without_lists(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _put(entries: dict[str, Any], key: str, value: Any) -> None:
     """Add an entry from `_without_lists` to a parameter's state."""
-    # A string stands for an empty list. It is compared by type, because `load_state_dict` copies
-    # it.
+    # A string stands for an empty list. The string is recognized by its type, because
+    # `load_state_dict` copies the string.
     value = [] if isinstance(value, str) else value
     listed = re.fullmatch(r"(.+)\[(\d+)\]", key)
     if listed is None:

@@ -106,8 +106,8 @@ class GroupGradients:
         if not self.group.reduces_gradients:
             return
         for parameter in self.group.trained:
-            # FSDP adds to the gradients of earlier backward passes. Those have the final dtype, so
-            # cast them to the accumulation dtype.
+            # FSDP adds to the gradients of earlier backward passes. The earlier gradients have the
+            # final dtype, so cast them to the accumulation dtype.
             parameter.cast_gradient(parameter.gradient_dtype)
         if crosses:
             self.set_aside_means()
@@ -146,7 +146,7 @@ class GroupGradients:
         """Reduce-scatter gradients that earlier backward passes of the global batch have left."""
         # These are gradients of a group that did not run in the last backward pass.
         if self.group.has_unsharded_gradients:
-            # This calls `begin_reduction` and `end_reduction` as a backward pass does.
+            # The call runs `begin_reduction` and `end_reduction`, as a backward pass does.
             self.group.reduce_late()
             self._has_ended = False
 

@@ -63,7 +63,7 @@ class BatchState(enum.Enum):
     PENDING = enum.auto()
     # Gradients are means over all data ranks, but unused parameters may have zero gradients.
     REDUCED = enum.auto()
-    # Ranks have agreed on the used parameters, so the optimizer may read gradients. This is also
+    # Ranks have agreed on the used parameters, so the optimizer may read gradients. AGREED is also
     # the initial state.
     AGREED = enum.auto()
 

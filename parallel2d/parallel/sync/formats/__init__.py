@@ -123,7 +123,7 @@ class CommunicationFormat:
             return CastQuantizer(self.dtype)
         numels = list(map(Tensor.numel, tensors))
         # Error feedback adds the rounding error to the next message. Rounding to the nearest code
-        # is then unbiased over several steps, and its error is half that of stochastic rounding.
+        # is then unbiased over several steps, and has half the error of stochastic rounding.
         noise = None if self.has_error_feedback else BlockNoise(pieces, numels, tensors[0].device)
         return BlockQuantizer(BlockFormat(self.bits), noise, pieces, numels)
 

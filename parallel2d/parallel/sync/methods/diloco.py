@@ -187,8 +187,8 @@ class OuterSync(UpdateFollower):
                 self._apply(fragment, self._method.mix)
             # After half of the delay, every replica starts the second collective of the fragment,
             # which sends the means. The means then have the other half of the delay to arrive. All
-            # replicas do so in the same step, so that collectives of several fragments have the
-            # same order.
+            # replicas start this collective in the same step, so that collectives of several
+            # fragments have the same order.
             elif fragment.pending is not None and since == (delay + 1) // 2:
                 with suppress(ReplicaLost):  # `_receive` restarts the exchange
                     fragment.pending.send_means()

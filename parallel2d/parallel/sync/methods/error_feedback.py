@@ -74,7 +74,7 @@ class ErrorFeedback(UpdateFollower):
         if not self._parameters:
             self.residual_name = ""
         self._kept: dict[PartName, StoredBlocks] = {}
-        # New error feedback from the last reduction. It replaces `_kept` after the optimizer's
+        # New error feedback from the last reduction. `_next` replaces `_kept` after the optimizer's
         # step, and is discarded if the gradients are cleared.
         self._next: dict[PartName, StoredBlocks] = {}
 

@@ -231,7 +231,8 @@ def write_model(source: Source, folder: str, shard_bytes: int, given: Mapping[st
     # weights.
     model.to(max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32))
     # For a model with offloaded weights, `save_pretrained` reads the values for one file at a time
-    # through this hook of accelerate. It also warns that the values must fit in memory.
+    # through this hook of accelerate. `save_pretrained` also warns that the values must fit in
+    # memory.
     model.hf_device_map = {"": "disk"}
     model._hf_hook = SimpleNamespace(weights_map=_Values(source, stored))
     huggingface.library().logging.disable_progress_bar()
