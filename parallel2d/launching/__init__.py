@@ -2,5 +2,5 @@
 Start at `launcher.start_workers`.
 
 A process that torchrun or srun started already is a rank; any other process starts ranks. With
-every launcher, all ranks get the same `Job`, which was composed once, and one run directory.
+every launcher, all ranks get one run directory and the same `Job`, which was composed once.
 """

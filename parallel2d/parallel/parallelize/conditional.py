@@ -2,8 +2,9 @@
 
 [Note: conditional modules] A conditional module runs only on some ranks of a shard group, such as a
 vision tower that runs only for batches with an image. All ranks of a shard group must take part in
-the all-gather and reduce-scatter of each FSDP group, so the collectives of this module would hang.
-The user chooses one setting for each conditional module:
+the all-gather and reduce-scatter of each FSDP group, so the collectives of a conditional module
+would hang without one of the following settings. The user chooses one setting for each conditional
+module:
 
 - ``replicate``: the module is one FSDP group over a mesh of one rank, so that every rank holds its
   parameters unsharded. The engine averages its gradients over the shard axis at the end of a global

@@ -1,5 +1,5 @@
-"""`Checkpointer`: decides when a run saves, which checkpoints are kept (``keep_last``,
-``keep_best``), which checkpoint the run resumes from, and how failed saves are handled.
+"""`Checkpointer` decides when a run saves, which checkpoints are kept (``keep_last``,
+``keep_best``), from which checkpoint the run resumes, and how failed saves are handled.
 
 Every decision depends only on values that are equal on all ranks, or rank 0 decides and broadcasts
 the result.

@@ -1,5 +1,5 @@
-"""`together`: the same number of steps on all ranks, for custom loops whose ranks have different
-numbers of batches."""
+"""`together` yields batches for the same number of steps on all ranks, for custom loops in which
+ranks have different numbers of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ModelLoss`: calls a model with a batch, and converts the output to a summed loss."""
+"""`ModelLoss` calls a model with a batch, and converts the output to a summed loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`find_rule`: finds the divisor of a custom loss.
+"""`find_rule` finds the divisor of a custom loss.
 
 [Note: a mean that a model returns] Training needs the sum of the losses over valid targets (see
 [Note: the mean over valid tokens]). A model that computes its own loss usually returns a mean. The

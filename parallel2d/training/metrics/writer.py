@@ -1,4 +1,4 @@
-"""`MetricsWriter`: writes rows to ``metrics.jsonl`` and ``tensorboard/`` on rank 0.
+"""`MetricsWriter` writes rows to ``metrics.jsonl`` and ``tensorboard/`` on rank 0.
 
 TensorBoard gives each folder of event files a colour. Therefore the measurements of each axis are
 also written to a separate folder, under tags that are the same for all axes. A chart of such a tag

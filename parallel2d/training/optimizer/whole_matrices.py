@@ -1,4 +1,4 @@
-"""`whole_matrices`: runs a custom optimizer on unsharded tensors.
+"""`whole_matrices` runs a custom optimizer on unsharded tensors.
 
 [Note: an optimizer that sees whole tensors] Each parameter group (with ``split=True`` each
 parameter) is assigned to one rank, its owner. In a step the owner receives the unsharded parameters

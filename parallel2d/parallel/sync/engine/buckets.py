@@ -212,8 +212,8 @@ class GroupGradients:
         if self.state is not ReduceState.AVERAGED:
             return
         self.state = ReduceState.WAITING
-        # A format without rounding averages equal values in fp32, which keeps them, so they can
-        # stay in ``.grad``.
+        # A format without rounding averages equal values in fp32 and does not change these values,
+        # so the means can stay in ``.grad``.
         if not self.comm_format.rounds:
             return
         for parameter in self.group.trained:
