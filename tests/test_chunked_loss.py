@@ -533,5 +533,5 @@ def test_transformers_model_has_the_loss_of_its_full_logits(kind):
 def test_loss_over_a_part_of_its_targets_is_refused(ranks, folder):
     sizes = "{d_model: 16, d_kv: 4, d_ff: 24, num_layers: 2, num_heads: 4, vocab_size: 300}"
     words = ("model=hf", "model.architecture=t5", f"model.arguments={sizes}", "train.loss_chunk=9")
-    with pytest.raises(AssertionError, match="reads a part of the targets"):
+    with pytest.raises(AssertionError, match="ignores the first targets of each sequence"):
         _rows(ranks, folder, "t5", words)

@@ -41,10 +41,10 @@ QUESTIONS = {
     "How do I use my own model?": "model=custom model.target=package.module:factory",
     "How do I use my own loop?": "build_mesh(strategy=",
     "How do I continue on fewer nodes?": "launch.nnodes=2:4",
-    "What happens when a node dies?": "the other nodes continue without its replicas",
+    "What happens when a node dies?": "the other nodes continue without the replicas of this node",
     "How many bytes does a node send?": "1.5048",
-    "How much does hybrid_full cost?": "costs no more bytes than hybrid",
-    "How do I export to Hugging Face?": "--to hf writes a folder for from_pretrained",
+    "How much does hybrid_full cost in bytes": "hybrid_full sends as many bytes as hybrid",
+    "How do I export to Hugging Face?": "a folder for from_pretrained of transformers",
     "How do I run a sweep?": "-m optimizer.lr=1e-3,1e-2",
 }
 # An element of the article that has to be scrolled sideways or reaches beyond the window, and its

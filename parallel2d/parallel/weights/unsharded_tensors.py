@@ -126,7 +126,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Unshard the parameters of a parallelized model or of one of its modules. Collective.
 
-    In this context the parameters are ``torch.Tensor``s with all values. Do not run forward or
+    In this context each parameter is a ``torch.Tensor`` with all values. Do not run forward or
     backward in the context, because FSDP hooks expect sharded parameters.
 
     Args:
