@@ -29,7 +29,7 @@ from parallel2d.base.config import BucketingConfig
 from parallel2d.base.errors import ConfigError
 from parallel2d.parallel.gradients import clip_gradient_norm
 from parallel2d.parallel.model_structure import find_blocks
-from parallel2d.parallel.parallelize import bucketing as bucketing_module
+from parallel2d.parallel.parallelize.bucketing import outer_groups
 from parallel2d.parallel.weights.initial_values import InitialWeights
 
 
@@ -246,11 +246,8 @@ def _outer_groups(strategy):
     torch.manual_seed(0)
     plain = ByWeight().double()
     config = ParallelConfig(strategy, precision="fp64")
-    large, bucketing_module.LARGE_BYTES = bucketing_module.LARGE_BYTES, 1
-    try:
+    with training.outer_groups_of_any_size():
         model = parallelize(copy.deepcopy(plain), mesh, config)
-    finally:
-        bucketing_module.LARGE_BYTES = large
     optimizers = [torch.optim.SGD(each.parameters(), 0.01) for each in (plain, model)]
     tokens = torch.arange(8).view(2, 4)
     for _ in range(2):
@@ -273,13 +270,11 @@ def _outer_groups(strategy):
 
 
 def test_large_modules_outside_of_the_blocks_form_two_groups():
-    config = BucketingConfig("block")
-
     def groups(**changes):
         with torch.device("meta"):
             model = training.build_llama(**{"dim": 256, "vocab_size": 2**16, **changes})
         names = {module: name for name, module in model.named_modules()}
-        found = bucketing_module.outer_groups(model, find_blocks(model), config, {})
+        found = outer_groups(model, find_blocks(model), {})
         return [[names[module] for module in group] for group in found]
 
     # 2**16 rows of 256 values in fp32 are 64 MiB.

@@ -123,14 +123,8 @@ def test_fp64_equals_plain_pytorch_on_every_layout(ranks, case):
 
 
 def train_in_outer_groups(tensor, config, options):
-    """`training.train` with modules outside of the blocks of any size in their own groups."""
-    from parallel2d.parallel.parallelize import bucketing
-
-    large, bucketing.LARGE_BYTES = bucketing.LARGE_BYTES, 1
-    try:
+    with training.outer_groups_of_any_size():
         return training.train({"tensor": tensor}, config, **options)
-    finally:
-        bucketing.LARGE_BYTES = large
 
 
 OUTER_GROUPS = [

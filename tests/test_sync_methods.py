@@ -539,6 +539,12 @@ def _clipped_by_torch(strategy, sync):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def _clipped_by_torch_after_a_forward(strategy, sync):
+    model, _ = _trained_model(strategy, sync, steps=1)
+    sync_runs.loss_of(model, sync_runs.batch_of(1))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def _stepped_in_no_sync(strategy, sync):
     model, optimizer = _trained_model(strategy, sync)
     with parallel2d.no_sync(model):
@@ -571,6 +577,7 @@ UNFROZEN = r"3\.(weight|bias).*unfrozen after parallelize"
     (_full_in_a_later_group, "hybrid_full", {}, r"AdamW has model\.parameters\(\)"),
     (_penalty_apart, "hybrid_full", {}, "0.weight.*a gradient of a backward outside of the model's forwards"),
     (_clipped_by_torch, "hybrid_full", {}, r"clip_grad_norm_\(\) of model\.parameters\(\)"),
+    (_clipped_by_torch_after_a_forward, "ddp", {}, r"clip_grad_norm_\(\) after a forward without backward"),
     (_stepped_in_no_sync, "ddp", {}, r"gradients from no_sync\(\) only"),
     (_unfrozen, "ddp", {"name": "diloco"}, UNFROZEN), (_unfrozen, "hybrid_full", {"wire": "bf16"}, UNFROZEN),
     # it would overwrite replicas that differ

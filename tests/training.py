@@ -5,7 +5,8 @@ reference.
 import copy
 import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import parallel2d
 from parallel2d.base.config import PrecisionConfig
 from parallel2d.models.llama import Block, Llama, tensor_plan
 from parallel2d.parallel.mesh import sum_over_data_ranks
+from parallel2d.parallel.parallelize import bucketing
 from parallel2d.parallel.parallelize.precision import DTYPES
 from parallel2d.parallel.sync.engine.replica_reducer import engines_in
 
@@ -148,6 +150,16 @@ def sharded(
     return mesh, parallel2d.parallelize(
         model, mesh, parallel, seed=seed, init=model.init_weights, tensor_plan=plan
     )
+
+
+@contextmanager
+def outer_groups_of_any_size() -> Iterator[None]:
+    """Inside, small modules outside of the blocks form their own groups too."""
+    large, bucketing.LARGE_BYTES = bucketing.LARGE_BYTES, 1
+    try:
+        yield
+    finally:
+        bucketing.LARGE_BYTES = large
 
 
 def forget_compiled_code() -> None:

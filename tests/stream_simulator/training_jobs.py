@@ -188,11 +188,11 @@ def train(simulator: Simulator, job: Job, folder: str) -> None:
 
 
 def train_in_outer_groups(simulator: Simulator, job: Job, folder: str) -> None:
-    """Run `train` with modules outside of the blocks of any size in their own groups."""
-    from parallel2d.parallel.parallelize import bucketing
+    """Run `train` with small modules outside of the blocks in their own groups."""
+    from training import outer_groups_of_any_size
 
-    bucketing.LARGE_BYTES = 1
-    train(simulator, job, folder)
+    with outer_groups_of_any_size():
+        train(simulator, job, folder)
 
 
 def resume(simulator: Simulator, first: Job, second: Job, folder: str) -> tuple[int, int]:

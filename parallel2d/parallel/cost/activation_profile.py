@@ -63,7 +63,7 @@ def profile_activations(
         with on_fake_tensors(copied, "cpu"):
             inputs, targets = layout.workload.example("cpu")
             loss = loss_of(copied, inputs, targets)
-            log = _EventLog(copied, [modules for modules, _ in layout.groups_of(copied)])
+            log = _EventLog(copied, [modules for _, modules in layout.groups_of(copied)])
             elements = chunk_elements(layout.workload.device_type)
             with log, loss_chunks(elements, first_alone=True):
                 value = loss(inputs, targets)

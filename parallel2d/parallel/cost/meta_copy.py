@@ -60,9 +60,9 @@ def meta_copy(model: nn.Module, mesh: DeviceMesh | None, layout: Layout) -> nn.M
     stacks = [] if mesh is None else intercept_attention(copied, mesh)
     checkpoint_activations(copied, layout.blocks_of(copied), layout.config.activation_checkpointing)
     slice_blocks(stacks)
-    for modules, policy in layout.groups_of(copied):
+    for group, modules in layout.groups_of(copied):
         for module in modules:
-            _cast_at_its_border(module, policy)
+            _cast_at_its_border(module, group.policy)
     if mesh is not None:
         learn_at_first(copied, mesh, stacks, compares=False)
     return copied

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -88,55 +88,57 @@ def bucket_modules(
 def outer_groups(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    config: BucketingConfig,
     stored: Mapping[nn.Parameter, torch.dtype],
     separate: Collection[int] = (),
 ) -> list[list[nn.Module]]:
-    """Return the groups of the large modules after and before the blocks, with ``bucketing=block``.
+    """Return the group of the modules after the blocks and the group of the modules before them.
 
-    Embeddings, and modules that are defined before the first block, form one group; modules that
-    are defined after the last block form the other. A group below `LARGE_BYTES`, or with a
-    parameter of another group (a tied head), is left to the root's group. See [Note: groups outside
-    of the blocks].
+    Each must have at least `LARGE_BYTES`, and share no parameter with the other (a tied head).
+    Modules of other groups stay in the root's group. Returns no group for a model without blocks or
+    with complex parameters. See [Note: groups outside of the blocks].
 
     Args:
         model: see `bucket_modules`.
         blocks: see `bucket_modules`.
-        config: see `bucket_modules`.
         stored: see `bucket_modules`.
         separate: ids of modules that form a group each.
     """
-    if config.name != "block" or not blocks or any(map(torch.is_complex, model.parameters())):
+    if not blocks or any(map(torch.is_complex, model.parameters())):
         return []
+    before, after = _around_blocks(model, [block for _, block in blocks], separate)
+    if _parameters_of(before) & _parameters_of(after):
+        return []
+    groups = []
+    for group in (after, before):
+        if _stored_bytes(_parameters_of(group), stored) >= LARGE_BYTES:
+            groups.append(group)
+    return groups
+
+
+def _around_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], separate: Collection[int]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules outside of ``blocks``: embeddings and modules that are defined before the
+    first block; modules that are defined after the last block.
+    """
     position: dict[nn.Module, int] = {}
     for number, module in enumerate(model.modules()):
         position[module] = number
-    first, last = position[blocks[0][1]], position[blocks[-1][1]]
-    inside: set[nn.Parameter] = set()
-    for _, block in blocks:
-        inside.update(block.parameters())
+    inside = _parameters_of(blocks)
     before: list[nn.Module] = []
     after: list[nn.Module] = []
     for _, module in owning_modules(model):
         parameters = set(module.parameters())
-        # A module that contains a block, or owns parameters around other owners, stays in the
-        # root's group, because modules of a group must not contain each other.
-        contains_owner = parameters != set(own_parameters(module))
-        if module is model or contains_owner or parameters & inside or id(module) in separate:
+        # Modules of a group must not contain each other. A module around blocks, or around other
+        # modules with parameters, therefore stays in the root's group.
+        is_leaf = parameters == set(own_parameters(module))
+        if module is model or not is_leaf or parameters & inside or id(module) in separate:
             continue
-        if isinstance(module, nn.Embedding) or position[module] < first:
+        if isinstance(module, nn.Embedding) or position[module] < position[blocks[0]]:
             before.append(module)
-        elif position[module] > last:
+        elif position[module] > position[blocks[-1]]:
             after.append(module)
-    groups = []
-    for group, others in ((after, before), (before, after)):
-        parameters = _parameters_of(group)
-        size = 0
-        for parameter in parameters:
-            size += parameter.numel() * stored.get(parameter, parameter.dtype).itemsize
-        if size >= LARGE_BYTES and not parameters & _parameters_of(others):
-            groups.append(group)
-    return groups
+    return before, after
 
 
 def _parameters_of(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
@@ -144,6 +146,16 @@ def _parameters_of(modules: Sequence[nn.Module]) -> set[nn.Parameter]:
     for module in modules:
         found.update(module.parameters())
     return found
+
+
+def _stored_bytes(
+    parameters: Iterable[nn.Parameter], stored: Mapping[nn.Parameter, torch.dtype]
+) -> int:
+    """Return the bytes of ``parameters`` in their storage dtypes."""
+    size = 0
+    for parameter in parameters:
+        size += parameter.numel() * stored.get(parameter, parameter.dtype).itemsize
+    return size
 
 
 def _complex_modules(model: nn.Module) -> set[int]:
@@ -228,9 +240,7 @@ def _by_size(
     for name, module in owners:
         if name in containers:
             continue
-        size = 0
-        for parameter in module.parameters():
-            size += parameter.numel() * stored.get(parameter, parameter.dtype).itemsize
+        size = _stored_bytes(module.parameters(), stored)
         # A module that exceeds the limit forms its own group.
         if not groups or filled + size > limit:
             groups.append([])

@@ -158,7 +158,11 @@ class LayoutGroup(NamedTuple):
     policy: MixedPrecisionPolicy
     parameters: tuple[ParameterShape, ...]  # without parameters that belong to an inner group
     is_replicated: bool = False  # True if each rank holds the unsharded parameters
-    stays_unsharded: bool = False  # between forward and backward, under every strategy
+
+    @property
+    def stays_unsharded(self) -> bool:
+        """True if the group stays unsharded between forward and backward, under every strategy."""
+        return any(parameter.stays_unsharded for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
@@ -235,12 +239,11 @@ class Layout:
                 found += map(model.get_submodule, group.modules)
         return found
 
-    def groups_of(self, model: nn.Module) -> list[tuple[list[nn.Module], MixedPrecisionPolicy]]:
-        """Return the modules of each group, and their compute and communication dtypes."""
+    def groups_of(self, model: nn.Module) -> list[tuple[LayoutGroup, list[nn.Module]]]:
+        """Return each group with its modules in ``model``."""
         found = []
         for group in self.groups:
-            modules = list(map(model.get_submodule, group.modules))
-            found.append((modules, group.policy))
+            found.append((group, list(map(model.get_submodule, group.modules))))
         return found
 
 
@@ -296,9 +299,9 @@ def resolve(
     config = replace(config, compile=compilation, sync=sync)
     ways = conditional_modules(model, conditional or {}, shape.tensor, config.cpu_offload)
     outer: list[list[nn.Module]] = []
-    # Ranks that skip a module must not gather it at the begin of a forward.
-    if not ways and shape.sharding.shard > 1:
-        outer = outer_groups(model, blocks, config.bucketing, stored, precision.fp32_modules)
+    # All ranks gather these groups at the beginning of a forward: no rank may skip their modules.
+    if config.bucketing.name == "block" and not ways and shape.sharding.shard > 1:
+        outer = outer_groups(model, blocks, stored, precision.fp32_modules)
     buckets = bucket_modules(
         model, blocks, config.bucketing, stored, precision.fp32_modules, ways, outer
     )
@@ -370,16 +373,14 @@ class _Collector:
                 fp32 = torch.float32
                 policy = MixedPrecisionPolicy(fp32, fp32, output_dtype=precision.param)
             named = tuple(names[id(module)] for module in modules)
-            stays = modules in outer
-            taken = self._take(modules, policy, stays)
-            yield LayoutGroup(named, policy, taken, stays_unsharded=stays)
+            taken = self._take(modules, policy, stays_unsharded=modules in outer)
+            yield LayoutGroup(named, policy, taken)
         # The root's group takes all parameters that no other group holds.
         policy = precision.policy
         if precision.output is not None:
             policy = replace(policy, output_dtype=precision.output)
         # Its parameters stay unsharded, as by torch's default: backward needs the head first.
-        taken = self._take([model], policy, stays_unsharded=True)
-        yield LayoutGroup(("",), policy, taken, stays_unsharded=True)
+        yield LayoutGroup(("",), policy, self._take([model], policy, stays_unsharded=True))
 
     def _take(
         self, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy, stays_unsharded: bool

@@ -81,16 +81,10 @@ def shard(
     shards = mesh_shape(mesh).shard > 1
     replicated = set(layout.replicated_of(model))
     alone = _mesh_of_this_rank(mesh.device_type) if replicated else None
-    unsharded: set[nn.Module] = set()
-    for group in layout.groups:
-        if group.stays_unsharded:
-            unsharded.update(map(model.get_submodule, group.modules))
-    gathered_at_begin: list[nn.Module] = []  # the first module of each of these groups
-    for modules, policy in layout.groups_of(model):
-        stays_unsharded = modules[0] in unsharded
-        # The root gathers its group by itself.
-        if stays_unsharded and modules[0] is not model:
-            gathered_at_begin.append(modules[0])
+    outer: list[nn.Module] = []  # the first module of each group outside of the blocks
+    for group, modules in layout.groups_of(model):
+        if group.stays_unsharded and modules[0] is not model:
+            outer.append(modules[0])
         for module in modules:
             # Register this hook before `fully_shard`: hooks run in the order of registration, and
             # FSDP's post-forward hook must get outputs without views ([Note: views and hooks]).
@@ -99,18 +93,18 @@ def shard(
             # torch handles a list of one module differently from a module: it adds hooks that wait
             # until all modules of the list have run.
             modules if len(modules) > 1 else modules[0],
-            mesh=alone if modules[0] in replicated and alone is not None else mesh["shard"],
+            mesh=alone if group.is_replicated and alone is not None else mesh["shard"],
             # With one shard rank there is no communication, so gradients must not be rounded to the
             # communication dtype.
-            mp_policy=policy if shards else replace(policy, reduce_dtype=None),
-            reshard_after_forward=placement.reshard_after_forward and not stays_unsharded,
+            mp_policy=group.policy if shards else replace(group.policy, reduce_dtype=None),
+            reshard_after_forward=placement.reshard_after_forward and not group.stays_unsharded,
             offload_policy=offload,
             ignored_params=ignored or None,
         )
     if layout.shape.replicate > 1 or replicated:
         _place_on_all_axes(model, mesh, replicated)
-    if gathered_at_begin:
-        _gather_with_root(model, gathered_at_begin)
+    if outer:
+        _gather_with_root(model, outer)
     return model
 
 

@@ -91,7 +91,11 @@ class ScriptMode(TorchFunctionMode):
         if func in _DIFFERENTIATING:
             return self._differentiate(func, args, kwargs)
         try:
-            if args and isinstance(args[0], DTensor):
+            if func == _GET_GRAD:
+                # Other code may only compare the gradient with None.
+                if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+                    _check_gradient(args[0])
+            elif args and isinstance(args[0], DTensor):
                 _check_read(func, name, args)
             for written in _written(name, args, kwargs):
                 if isinstance(written, DTensor):
@@ -188,20 +192,15 @@ def _check_read(func: Any, name: str, args: tuple[Any, ...]) -> None:
                 )
     elif func == _SET_DATA and hasattr(tensor, SHARDED_AS):
         raise RuntimeError(data_was_set(getattr(tensor, SHARDED_AS)))
-    elif func == _GET_GRAD:
-        caller = sys._getframe(2).f_globals.get("__name__")
-        # Other code may only compare the gradient with None, so only `clip_grad` gets the error.
-        if caller == "torch.nn.utils.clip_grad":
-            _check_gradient(tensor)
 
 
 def _check_gradient(parameter: Tensor) -> None:
-    if hasattr(parameter, GATHERED_AS):
+    name = getattr(parameter, GATHERED_AS, None)
+    if name is not None:
         raise ConfigError(
-            f"clip_grad_norm_() after a forward without backward: "
-            f"{getattr(parameter, GATHERED_AS)} is unsharded, and its gradient is on the sharded "
-            "parameter; call parallel2d.clip_gradient_norm, or run that forward under "
-            "torch.no_grad()"
+            f"clip_grad_norm_() after a forward without backward: {name} is unsharded, and its "
+            "gradient is on the sharded parameter; call parallel2d.clip_gradient_norm, or run that "
+            "forward under torch.no_grad()"
         )
     if updated_as(parameter) is not parameter:
         raise ConfigError(
