@@ -247,8 +247,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=list(PARTS), default=list(PARTS))
-    for part in parser.parse_args().parts:
+    # argparse in Python 3.11 compares the default of "*" with the choices, so the default is a choice.
+    parser.add_argument("parts", nargs="*", choices=["all", *PARTS], default="all")
+    chosen = parser.parse_args().parts
+    for part in PARTS if "all" in chosen else chosen:
         PARTS[part]()
         print()
     print("Assumptions:\n")
