@@ -80,8 +80,8 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
             begin = time.perf_counter()
             saver.save_if_due(step, {"samples": step})
             blocked[name].append(saver.blocked_s)
-            if saver.copies is not None:
-                saver.copies.wait()
+            if saver.in_memory is not None:
+                saver.in_memory.wait()
             else:
                 saver.finish()
             published[name].append(time.perf_counter() - begin)

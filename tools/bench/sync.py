@@ -62,6 +62,7 @@ class Bench:
             ParallelConfig,
             attach_optimizer,
             build_mesh,
+            mesh_shape,
             parallelize,
             updated_parameters,
         )
@@ -74,7 +75,7 @@ class Bench:
         mesh = build_mesh(MeshSpec(), strategy, allow_cross_node=True)
         settings = ParallelConfig(strategy, sync=SyncConfig(**words), allow_cross_node=True)
         plain = build(vocabulary)
-        layout = resolve(settings, mesh, plain)
+        layout = resolve(settings, mesh_shape(mesh), plain, mesh=mesh)
         self.model = parallelize(plain, mesh, settings)
         self.optimizer = torch.optim.SGD(updated_parameters(self.model), lr=0.01)
         attach_optimizer(self.model, self.optimizer)
