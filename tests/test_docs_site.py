@@ -42,7 +42,7 @@ QUESTIONS = {
     "How do I use my own loop?": "build_mesh(strategy=",
     "How do I continue on fewer nodes?": "launch.nnodes=2:4",
     "What happens when a node dies?": "the other nodes continue without the replicas of this node",
-    "How many bytes does a node send?": "1.5048",
+    "How many bytes does a node send?": "1.5050",
     "How much does hybrid_full cost in bytes": "hybrid_full sends as many bytes as hybrid",
     "How do I export to Hugging Face?": "a folder for from_pretrained of transformers",
     "How do I run a sweep?": "-m optimizer.lr=1e-3,1e-2",

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from tools.cluster.cluster import Cluster
 from tools.cluster.leftovers import exit_on_signals
 from tools.cluster.network import ClusterError, difference
@@ -34,8 +36,10 @@ WORDS = (
 FEW = 1  # steps of the run that is subtracted
 
 
-def theory(strategy: str, nodes: int, ranks: int) -> float:
+def theory(strategy: str, nodes: int, ranks: int, root: float = 0.0) -> float:
     """Return the bytes that a node sends to others per step with gloo, in units of the gradient's bytes (4 x parameters in fp32).
+
+    ``root`` is the share of the root group in the parameters. zero3 gathers this group only once.
 
     A ring of n members moves (n-1)/n of the payload per member for an all-gather and twice as much
     for an all-reduce. gloo's reduce-scatter costs an all-reduce. In a ring over all ranks, each
@@ -48,7 +52,13 @@ def theory(strategy: str, nodes: int, ranks: int) -> float:
     if strategy == "ddp":
         return 2 * (world - 1) / world
     assert strategy == "zero3"  # all-gather in forward and in backward, reduce-scatter
-    return 4 * (world - 1) / world
+    return (4 - root) * (world - 1) / world
+
+
+def _root_share(run_dir: Path, parameters: int) -> float:
+    """Return the share of embedding, last norm and head in the parameters of a Llama."""
+    model = OmegaConf.load(run_dir / ".hydra" / "config.yaml").model
+    return (2 * model.vocab_size + 1) * model.dim / parameters
 
 
 @dataclass(frozen=True)
@@ -113,12 +123,13 @@ def measure(
             )
             counted.append(difference(cluster.counters(), before))
     long = folder / f"{strategy}-{nodes}-{FEW + steps}"
-    gradient = 4 * json.loads((long / "layout.json").read_text())["parameters"]
+    parameters = json.loads((long / "layout.json").read_text())["parameters"]
+    expected = theory(strategy, nodes, ranks, _root_share(long, parameters))
     sent = difference(counted[1], counted[0])
     rows = _rows(long)
     return Traffic(
-        strategy, nodes, theory(strategy, nodes, ranks),
-        [devices["eth0"]["tx_bytes"] / steps / gradient for devices in sent.values()],
+        strategy, nodes, expected,
+        [devices["eth0"]["tx_bytes"] / steps / (4 * parameters) for devices in sent.values()],
         [row["loss"] for row in rows], statistics.median(row["time/step_s"] for row in rows[1:]),
     )  # fmt: skip
 
